@@ -1,0 +1,1 @@
+"""Analysis of functional graphs: slot movement, slot-local work, order, host values."""

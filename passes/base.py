@@ -1,0 +1,68 @@
+"""What a pass is: a name, a tier, and a function from a context to an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from rtc.passes.analysis.host import HostInfo, InputInfo
+from rtc.passes.plan import CachePlan, Refusal, build
+
+
+class IllegalCombination(ValueError):
+    """Two switches that together would give wrong results."""
+
+
+@dataclass
+class Outcome:
+    """What a pass did: places matched, places applied, and the rest with reasons."""
+
+    matched: int = 0
+    applied: int = 0
+    refused: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Context:
+    """The graph under compilation and what the passes share.
+
+    ``gm``: functional ATen graph of the whole call; every mutated input is a ``copy_`` at the end.
+    ``sample``: the int inputs as the first call gave them. ``switches``: pass name -> enabled.
+    ``plan``: the cache plan, which the cache passes decide on and the pipeline carries out last.
+    """
+
+    gm: fx.GraphModule
+    inputs: Sequence[InputInfo]
+    sample: Mapping[fx.Node, int]
+    switches: Mapping[str, bool]
+    calibrate: bool = False
+    write_back: bool = False  # caches must be current after every call
+    host: HostInfo = field(init=False)
+    plan: CachePlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        by_node = {i.node: i for i in self.inputs}
+        self.host = HostInfo(self.gm.graph, by_node, lambda name: getattr(self.gm, name))
+        self.plan = build(
+            self.host,
+            self.inputs,
+            self.sample,
+            calibrate=self.calibrate and self.on("hoist_quantize"),
+            raw_only=not self.on("hoist_rope"),
+        )
+
+    def on(self, name: str) -> bool:
+        return self.switches.get(name, True)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """``tier``: "exact" reassociates only; "numerics" changes rounding and needs consent."""
+
+    name: str
+    tier: str
+    run: Callable[[Context], Outcome]
+    summary: str

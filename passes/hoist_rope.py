@@ -1,0 +1,65 @@
+"""Move whole-cache slot-local work (RoPE, key norms, casts, layout) from read time to write time.
+
+Before:
+    k: f64[B, S, H, D] = cos * c1 + sin * rotate(c1)     # c1: the cache after this call's write
+    o = attention(q, k, v)
+After:
+    r: f64[B, T, H, D] = cos[new] * rows + sin[new] * rotate(rows)
+    w: f64[B, S, H, D] = write(view, r)
+    o = attention(q, w, v)
+
+Refuses: tables that depend on device data; different work on different slots; whole-cache
+statistics; fresh rows that join in the middle of the work; reads of several lengths in one call;
+tables that change for most kept slots from call to call by more than one common rotation.
+Numerics: exact (the same ops on the same values, on fewer slots).
+"""
+
+from __future__ import annotations
+
+from rtc.passes.base import Context, Outcome, Pass
+from rtc.passes.drift import drift
+from rtc.passes.plan import Cohort, Refusal
+from rtc.passes.rewrite import can_write
+
+
+def _legal(cohort: Cohort) -> Refusal | None:
+    if cohort.refusals.get("hoist_rope"):
+        return cohort.refusals["hoist_rope"][0]
+    for view in cohort.views:
+        cache = cohort.caches[view.cache]
+        for event in cohort.events:
+            if not any(u[2].expr.key == event.expr.key for u in view.uses):
+                continue
+            for k, _ in event.present:
+                reason = can_write(cache, cache.sources[k], view.fn)
+                if reason:
+                    return Refusal.at(reason, view.uses[0][0])
+    return None
+
+
+def run(ctx: Context) -> Outcome:
+    out = Outcome()
+    for info, refusal in ctx.plan.unmatched:
+        out.matched += 1
+        out.refused.append(refusal)
+        del info
+    for cohort in ctx.plan.cohorts:
+        work = [v for v in cohort.views if v.fn.arithmetic()]
+        out.matched += len(work)
+        if not work:
+            continue
+        refusal = _legal(cohort)
+        if refusal is None:
+            found = drift(ctx.plan, cohort)
+            refusal = found.refusal
+            out.notes += found.notes
+        if refusal is not None:
+            cohort.refuse("hoist_rope", refusal)
+            out.refused += [refusal] * len(work)
+            continue
+        cohort.hoist = True
+        out.applied += len(work)
+    return out
+
+
+PASS = Pass("hoist_rope", "exact", run, "whole-cache RoPE and other slot-local work to write time")

@@ -1,0 +1,64 @@
+"""The passes, in order. The order stands here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from rtc.passes import hoist_rope, ring_cache
+from rtc.passes.analysis.host import InputInfo
+from rtc.passes.base import Context, Outcome, Pass
+from rtc.passes.plan import CachePlan
+from rtc.passes.rewrite import Rewriter, Rewritten
+
+PIPELINE: tuple[Pass, ...] = (
+    hoist_rope.PASS,
+    ring_cache.PASS,
+)
+
+
+def names() -> list[str]:
+    """Names of the passes, in the order in which they run."""
+    return [p.name for p in PIPELINE]
+
+
+@dataclass
+class Result:
+    plan: CachePlan
+    rewritten: Rewritten
+    outcomes: dict[str, tuple[Pass, bool, Outcome]]
+
+
+def run(
+    gm: fx.GraphModule,
+    inputs: Sequence[InputInfo],
+    sample: Mapping[fx.Node, int],
+    switches: Mapping[str, bool],
+    *,
+    calibrate: bool = False,
+    write_back: bool = False,
+    on_pass: Callable[[str], None] = lambda name: None,
+) -> Result:
+    """Run the pipeline on ``gm`` in place.
+
+    ``sample``: first call's int inputs; ``switches``: pass name -> enabled; ``on_pass`` is told the
+    name of each pass before it runs.
+    """
+    on_pass("analysis")
+    ctx = Context(gm, inputs, sample, switches, calibrate, write_back)
+    outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}
+    for p in PIPELINE:
+        on_pass(p.name)
+        enabled = ctx.on(p.name)
+        outcomes[p.name] = (p, enabled, p.run(ctx) if enabled else Outcome())
+        gm.graph.lint()
+    for cohort in ctx.plan.cohorts:
+        if cohort.order == "plain" and cohort.hoist:
+            cohort.order = "logical"
+        if write_back or cohort.order == "logical":
+            cohort.split()
+    on_pass("rewrite")
+    rewritten = Rewriter(gm, ctx.plan).run()
+    return Result(ctx.plan, rewritten, outcomes)

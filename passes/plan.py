@@ -1,0 +1,371 @@
+"""The cache plan: what the analysis found, and what the cache passes decide, before the graph changes.
+
+A *cohort* is a set of caches that move alike (same slot expressions at every read and at the commit):
+the keys and values of all layers, usually. A cohort has one placement of slots, one set of index
+inputs, and one decision about its order. A *view* is slot-local work on a cache of the cohort, kept
+in a storage of its own; a view without arithmetic is the cache itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from rtc.passes.analysis import order, shapes
+from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
+from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, off_slots, structural_key
+from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
+from rtc.passes.analysis.shapes import NotLocal
+from rtc.passes.analysis.slots import LocalAnalysis, RowSource, SlotVal, shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a pass left something alone: the reason, the node, the user's line."""
+
+    reason: str
+    node: str = ""
+    where: str = ""
+
+    @staticmethod
+    def at(reason: str, node: fx.Node) -> Refusal:
+        return Refusal(reason, node.name, where(node))
+
+
+@dataclass
+class View:
+    """Slot-local work ``fn`` on cache ``cache`` of the cohort, read by ``uses``."""
+
+    cache: int  # index into Cohort.caches
+    fn: Fn
+    uses: list[tuple[fx.Node, fx.Node, SlotVal]]  # (node, user, value of node)
+    klass: str = ""  # structural key with the tables' host keys: equal classes share table rows
+    fold: bool = False  # queries are rotated into the view's frame
+
+    @property
+    def raw(self) -> bool:
+        return self.fn.kind == "raw"
+
+    @property
+    def axis(self) -> int:
+        return self.fn.dims[0]
+
+    def storage_shape(self, slots: int) -> tuple[int, ...]:
+        """``fn``'s shape, its slot axes merged into one of ``slots``."""
+        dims = self.fn.dims
+        off = off_slots(self.fn.shape, dims)
+        return tuple(int(s) for s in (*off[: dims[0]], slots, *off[dims[-1] + 1 :]))
+
+    def tables(self) -> list[Operand]:
+        return [o for o in self.fn.operands() if o.role == "table"]
+
+
+@dataclass
+class Cache:
+    """One cache: its input, slot axes, the analysis, and the value that the call leaves in it."""
+
+    info: InputInfo
+    dims: tuple[int, ...]
+    analysis: LocalAnalysis
+    commit: SlotExpr
+    sources: dict[int, RowSource] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        shape = shape_of(self.info.node)
+        return int(np.prod([shape[d] for d in self.dims]))
+
+
+@dataclass
+class Event:
+    """A point at which the storages must hold exactly the slots of ``expr``.
+
+    ``present``: the fresh sources among them, with the number of their rows that are kept.
+    """
+
+    expr: SlotExpr
+    present: list[tuple[int, int]]
+
+
+@dataclass
+class Cohort:
+    caches: list[Cache]
+    views: list[View]
+    reads: list[SlotExpr]
+    commit: SlotExpr
+    order: str = "plain"  # "ring", "logical", or "plain": left alone
+    hoist: bool = False
+    refusals: dict[str, list[Refusal]] = field(default_factory=dict)
+    biases: list[order.Bias] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    stored: Event | None = None  # the commit
+    unified: bool = False  # one placement for caches and views
+
+    @property
+    def slots(self) -> int:
+        return self.caches[0].slots
+
+    @property
+    def capacity(self) -> int:
+        """Slots of every read."""
+        return self.reads[0].count
+
+    @property
+    def arithmetic(self) -> int:
+        return sum(v.fn.arithmetic() for v in self.views)
+
+    def split(self) -> None:
+        """Give the views a placement of their own, apart from the caches'."""
+        self.unified = False
+        keys = {e.key for e in self.reads}
+        self.events = [e for e in self.events if e.expr.key in keys]
+
+    def refuse(self, name: str, refusal: Refusal) -> None:
+        self.refusals.setdefault(name, []).append(refusal)
+
+
+@dataclass
+class CachePlan:
+    host: HostInfo
+    exprs: Exprs
+    cohorts: list[Cohort]
+    unmatched: list[tuple[InputInfo, Refusal]]
+    sample: dict[fx.Node, int]  # int inputs as the first call gave them
+
+    def host_roots(self, cohort: Cohort) -> set[fx.Node]:
+        """Host values that the runtime needs for this cohort."""
+        out = {b.operand for b in cohort.biases}
+        for e in (*cohort.reads, cohort.commit):
+            out |= e.host_nodes()
+        for v in cohort.views:
+            for o in v.tables():
+                out |= {n for n, _ in o.entries}
+        return out
+
+
+def build(
+    host: HostInfo,
+    inputs: Sequence[InputInfo],
+    sample: Mapping[fx.Node, int],
+    *,
+    calibrate: bool = False,
+    raw_only: bool = False,
+) -> CachePlan:
+    """Analyse every tensor input that may be a cache and group what moves alike."""
+    exprs = Exprs(host.key)
+    caches: list[Cache] = []
+    unmatched: list[tuple[InputInfo, Refusal]] = []
+    hints: dict[Any, list[tuple[int, ...]]] = {}
+    for info in inputs:
+        if info.is_int or info.parameter or not isinstance(info.node.meta["val"], torch.Tensor):
+            continue
+        found = _find_cache(host, exprs, info, hints, calibrate, raw_only)
+        if isinstance(found, Cache):
+            caches.append(found)
+        elif found is not None:
+            unmatched.append((info, found))
+    cohorts = _group(caches)
+    plan = CachePlan(host, exprs, cohorts, unmatched, dict(sample))
+    _order(plan)
+    for cohort in cohorts:
+        _events(plan, cohort)
+    return plan
+
+
+def _candidates(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Possible slot axes: one axis, or two adjacent ones (frames, tokens)."""
+    one: list[tuple[int, ...]] = [(d,) for d in range(len(shape)) if shape[d] > 1]
+    two = [(d, d + 1) for d in range(len(shape) - 1) if shape[d] > 1 and shape[d + 1] > 1]
+    return one + two
+
+
+def _find_cache(
+    host: HostInfo, exprs: Exprs, info: InputInfo, hints: dict[Any, list[tuple[int, ...]]],
+    calibrate: bool, raw_only: bool,
+) -> Cache | Refusal | None:  # fmt: skip
+    try:
+        shape = shape_of(info.node)
+    except NotLocal as e:
+        return Refusal.at(str(e), info.node) if info.mutated else None
+    if len(shape) < 2 or not (info.node.meta["val"].is_floating_point()):
+        return None
+    tried = hints.setdefault(shape, _candidates(shape))
+    best: LocalAnalysis | None = None
+    for dims in list(tried):
+        an = LocalAnalysis(host, exprs, info, dims, calibrate=calibrate, raw_only=raw_only)
+        if best is None or len(an.vals) > len(best.vals):
+            best = an
+        if not any(_attends(an, node, user) for node, user, _ in an.ends):
+            continue
+        cache = _as_cache(info, an)
+        if cache is None:
+            continue
+        tried.remove(dims)
+        tried.insert(0, dims)
+        return cache
+    if not info.mutated or best is None:
+        return None
+    if not best.ends:
+        return None  # written, never read here
+    node, user, reason = best.ends[-1]
+    for n, u, r in best.ends:
+        if "device" in r or "reduces over the slots" in r or "different work" in r:
+            node, user, reason = n, u, r
+            break
+    return Refusal.at(f"{info.source}: {reason}", user)
+
+
+def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
+    val = an.vals[info.node]
+    if not info.mutated:
+        # A tensor that is only read counts as a cache if new rows join it for the attention and
+        # nothing else is made of it; otherwise any activation would look like one.
+        joined = [an.val(n) for n, u, _ in an.ends if _attends(an, n, u)]
+        if len(joined) < len(an.ends) or not all(v is not None and v.expr.sources() for v in joined):
+            return None
+        commit = val.expr
+    else:
+        if an.final is None:
+            return None
+        final = an.val(an.final)
+        assert final is not None
+        if final.fn.key != val.fn.key or final.dims != val.dims:
+            return None  # what is stored is not raw slots
+        if final.expr.shape != val.expr.shape:
+            return None
+        commit = final.expr
+    return Cache(info, an.dims, an, commit, {s.index: s for s in an.sources.values()})
+
+
+def _attends(an: LocalAnalysis, node: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` uses ``node`` as attention uses its keys or values."""
+    v = an.val(node)
+    if v is None or len(v.dims) != 1:
+        return False
+    rank = len(shape_of(node))
+    if user.target is order.attention:
+        return node in user.args[1:3] and v.dims == (rank - 2,)
+    if user.target in (aten.bmm.default, aten.mm.default):
+        return (user.args[1] is node and v.dims[0] >= rank - 2) or v.dims == (rank - 2,)
+    return False
+
+
+def _peel(fn: Fn) -> Fn:
+    """The part of ``fn`` worth storing: layout on top is free at read time, unless it enlarges."""
+    f = fn
+    while f.kind == "op" and f.target in LAYOUT:
+        child = f.children[0]
+        if _features(f) > _features(child):
+            return fn  # repeats heads: the copy would come back at every read
+        f = child
+    return f
+
+
+def _features(f: Fn) -> int:
+    return int(np.prod([s for s in off_slots(f.shape, f.dims) if s != -1]))
+
+
+def _group(caches: list[Cache]) -> list[Cohort]:
+    groups: dict[Any, Cohort] = {}
+    for c in caches:
+        views: dict[Any, View] = {}
+        for node, user, _ in c.analysis.ends:
+            v = c.analysis.val(node)
+            if v is None:
+                continue
+            fn = _peel(v.fn)
+            view = views.setdefault(fn.key, View(0, fn, []))
+            view.uses.append((node, user, v))
+        uses = sorted(
+            (u for v in views.values() for u in v.uses),
+            key=lambda u: c.analysis.host.index[u[1]],
+        )
+        reads = list({v.expr.key: v.expr for _, _, v in uses}.values())
+        shape = shape_of(c.info.node)
+        sig = (
+            tuple(shape[d] for d in c.dims),
+            tuple(e.key for e in reads),
+            c.commit.key,
+            c.info.node.meta["val"].device,
+        )
+        cohort = groups.setdefault(sig, Cohort([], [], reads, c.commit))
+        for view in views.values():
+            view.cache = len(cohort.caches)
+            tables = [(o.axes, tuple(o.key for o in [o])) for o in view.tables()]
+            view.klass = f"{structural_key(view.fn)}|{tables}"
+            cohort.views.append(view)
+        cohort.caches.append(c)
+    return list(groups.values())
+
+
+def _order(plan: CachePlan) -> None:
+    """Run the order analysis over all cohorts at once and record what it says."""
+    start: dict[fx.Node, order.Ordered] = {}
+    ends: set[tuple[fx.Node, fx.Node]] = set()
+    for i, cohort in enumerate(plan.cohorts):
+        for view in cohort.views:
+            for node, user, v in view.uses:
+                start[node] = order.Ordered(v.dims, (i, v.expr.key))
+                ends.add((node, user))
+    result = order.OrderAnalysis(plan.host, start, ends)
+    for (i, _), (reason, node) in result.sensitive.items():
+        plan.cohorts[i].refuse("ring_cache", Refusal.at(reason, node))
+    for b in result.biases:
+        plan.cohorts[b.token[0]].biases.append(b)
+
+
+def _events(plan: CachePlan, cohort: Cohort) -> None:
+    """Lay out reads and commit as events, and count fresh rows with the first call's ints."""
+    lengths = {e.count for e in cohort.reads}
+    if len(lengths) != 1:
+        cohort.refuse(
+            "ring_cache", Refusal(f"reads of {sorted(lengths)} slots in one call: one length only")
+        )
+        cohort.refuse("hoist_rope", cohort.refusals["ring_cache"][-1])
+        return
+    env = HostProgram(plan.host, {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()})
+    vals = env.run(plan.sample, {}) if not env.const_inputs else None
+    if vals is None:
+        refusal = Refusal("slots move by an index tensor that the module holds")
+        cohort.refuse("ring_cache", refusal)
+        cohort.refuse("hoist_rope", refusal)
+        return
+    chain = [*cohort.reads]
+    if cohort.commit.key != cohort.reads[-1].key:
+        chain.append(cohort.commit)
+    cohort.unified = cohort.capacity == cohort.slots and all(
+        b.contains(a) for a, b in zip(chain, chain[1:], strict=False)
+    )
+    cohort.events = [event_of(e, vals) for e in (chain if cohort.unified else cohort.reads)]
+    cohort.stored = event_of(cohort.commit, vals)
+
+
+def event_of(expr: SlotExpr, vals: Mapping[fx.Node, Any]) -> Event:
+    ids = evaluate(expr, vals).ravel()
+    source, _ = split_row_ids(ids[ids < 0])
+    return Event(expr, [(int(k), int((source == k).sum())) for k in np.unique(source)])
+
+
+def moves_slots(plan: CachePlan, cohort: Cohort) -> bool:
+    """Whether a call copies whole-cache data about: kept slots change place, or a copy is read."""
+    base = cohort.caches[0].analysis.vals[cohort.caches[0].info.node].expr
+    if cohort.capacity != cohort.slots:
+        return True
+    nodes = {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()}
+    vals = HostProgram(plan.host, nodes).run(plan.sample, {})
+    home = evaluate(base, vals).ravel()
+    for e in (*cohort.reads, cohort.commit):
+        ids = evaluate(e, vals).ravel()
+        if ((ids >= 0) & (ids != home)).any():
+            return True
+    return any(not cohort.commit.contains(e) for e in cohort.reads)
+
+
+__all__ = ["Cache", "CachePlan", "Cohort", "Event", "Refusal", "View", "build", "shapes"]

@@ -1,0 +1,419 @@
+"""Carry out a cache plan on the graph.
+
+Before:
+    c1 = <movement of the placeholder c and fresh rows>      # [.., S, ..]
+    k  = f(c1)                                               # whole-cache work
+    o  = attention(q, k, v)
+    copy_(c, c1)
+After (ring order):
+    r  = f(rows)                                             # the fresh rows only
+    w  = index_put(view, [.., idx], r)                       # view, idx: new inputs
+    o  = attention(q, w, v)
+    c1 = index_put(c, [.., idx], rows);  copy_(c, c1);  copy_(view, w)
+In the program's own order ("logical"): ``w = index_select(cat(view, r), src)`` instead.
+
+New inputs come last, in the order of ``Rewritten.extras``; the runtime supplies them for each call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from rtc.passes.analysis.fn import (
+    Fn,
+    Operand,
+    emit,
+    invert_layout,
+    substituting,
+    with_slots,
+)
+from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, shape_of
+from rtc.passes.plan import Cache, CachePlan, Cohort, View
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Extra:
+    """One new graph input.
+
+    kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows of
+    a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an operand
+    permuted into slot order), "fold" and "unfold" (cosine and sine of a view class's frame).
+    """
+
+    kind: str
+    cohort: int
+    event: int = -1
+    source: int = -1
+    view: int = -1  # view index, or the first view of a class
+    operand: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass
+class Rewritten:
+    """The new graph; ``nodes`` are its placeholders for ``extras``, in order."""
+
+    extras: list[Extra] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    gm: fx.GraphModule | None = None
+
+
+def can_write(cache: Cache, source: RowSource, fn: Fn) -> str | None:
+    """Why the rows of ``source`` cannot be written through ``fn``, or None."""
+    if _raw_entry(source) is not None or _inner_entry(source, fn) is not None:
+        return None
+    return "fresh rows join the cache in the middle of its work"
+
+
+def _raw_entry(source: RowSource) -> RowEntry | None:
+    for e in source.entries:
+        probe = invert_layout(e.fn, 1, lambda *a: True, True)
+        if probe is not None:
+            return e
+    return None
+
+
+def _inner_entry(source: RowSource, fn: Fn) -> RowEntry | None:
+    for e in source.entries:
+        if fn.contains(e.fn) and not fn.raw_outside(e.fn):
+            return e
+    return None
+
+
+class Rewriter:
+    """Rewrites one graph for all cohorts that a pass has put into an order."""
+
+    def __init__(self, gm: fx.GraphModule, plan: CachePlan, cuts: dict[Any, Any] | None = None) -> None:
+        self.gm, self.graph, self.plan = gm, gm.graph, plan
+        self.out = Rewritten()
+        self._last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        self._extra: dict[Any, fx.Node] = {}
+        self._folds: dict[Any, fx.Node] = {}
+        self.permutations = cuts or {}
+
+    def run(self) -> Rewritten:
+        for i, cohort in enumerate(self.plan.cohorts):
+            if cohort.order != "plain":
+                for c in range(len(cohort.caches)):
+                    self._cache(i, cohort, c)
+                self._biases(i, cohort)
+        # The analysed graph keeps its nodes: the runtime evaluates host values from it. What the
+        # device runs is a copy without the dead ones.
+        self.out.gm = copied(self.gm)
+        dead_code(self.out.gm.graph)
+        self.out.gm.graph.lint()
+        self.out.gm.recompile()
+        inputs = [n for n in self.out.gm.graph.nodes if n.op == "placeholder"]
+        self.out.nodes = inputs[len(inputs) - len(self.out.extras) :]
+        return self.out
+
+    # -- inputs --------------------------------------------------------------------------------
+
+    def extra(self, e: Extra, device: torch.device) -> fx.Node:
+        """The placeholder for ``e``, made once."""
+        if e not in self._extra:
+            with self.graph.inserting_after(self._last):
+                name = "_".join(["rtc", e.kind, *(str(x) for x in (e.cohort, e.event, e.source, e.view, e.operand) if x >= 0)])
+                node = self.graph.placeholder(name)
+            mode = _fake_mode(self.graph)
+            with mode:
+                node.meta["val"] = torch.empty(e.shape, dtype=e.dtype, device=device)
+            self._extra[e] = self._last = node
+            self.out.extras.append(e)
+        return self._extra[e]
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """Record an op with its fake value, so that later ops and passes see shapes."""
+        node = self.graph.call_function(target, tuple(args), kwargs)
+        vals = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with _fake_mode(self.graph), torch.no_grad():
+            node.meta["val"] = target(*vals[0], **vals[1])
+        return node
+
+    # -- one cache -----------------------------------------------------------------------------
+
+    def _cache(self, i: int, cohort: Cohort, c: int) -> None:
+        cache = cohort.caches[c]
+        device = cache.info.node.meta["val"].device
+        index = self.plan.host.index
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        views = [(j, v) for j, v in enumerate(cohort.views) if v.cache == c]
+        epilogue = [
+            n
+            for n in cache.info.node.users
+            if n.target is aten.copy_.default and n.args[0] is cache.info.node
+        ]
+        end = epilogue[0] if epilogue else output
+        # storages: the cache itself (None) and each view with work of its own
+        store: dict[int | None, fx.Node] = {}
+        if cohort.unified:
+            with self.graph.inserting_before(_first(self.graph, index, cache, views, end)):
+                store[None] = self._merged(cache)
+        for j, v in views:
+            if not (cohort.unified and v.raw):
+                shape = v.storage_shape(cohort.capacity)
+                store[j] = self.extra(Extra("view", i, view=j, shape=shape, dtype=v.fn.dtype), device)
+        start = dict(store)
+        written: dict[int | None, set[int]] = {s: set() for s in store}
+        for e, event in enumerate(cohort.events):
+            uses = [
+                (j, v, use) for j, v in views for use in v.uses if use[2].expr.key == event.expr.key
+            ]
+            uses.sort(key=lambda u: index[u[2][1]])
+            reading = {j for j, _, _ in uses}
+            at = min((u[1] for _, _, u in uses), key=lambda n: index[n], default=end)
+            with self.graph.inserting_before(at):
+                for s in store:
+                    if s is not None and s not in reading:
+                        continue  # its rows are made when it is read: its tables are known then
+                    view = None if s is None else cohort.views[s]
+                    new = [(k, m) for k, m in event.present if k not in written[s]]
+                    written[s] |= {k for k, _ in new}
+                    store[s] = self._write(i, cohort, cache, e, new, view, store[s], device)
+                made: dict[fx.Node, fx.Node] = {}
+                for j, v, (node, user, val) in uses:
+                    if node not in made:
+                        held = store[None if cohort.unified and v.raw else j]
+                        made[node] = self._read(node, v, val, held, cohort.capacity)
+            for j, v, (node, user, _) in uses:
+                user.replace_input_with(node, made[node])
+                if v.fold:
+                    self._fold_query(i, j, v, node, made[node], user)
+        with self.graph.inserting_before(end):
+            if epilogue:
+                if not cohort.unified:
+                    held = self._commit(i, cohort, cache, device)
+                else:
+                    held = store[None]
+                shape = shape_of(cache.info.node)
+                new = held if held is start.get(None) else self._as(held, shape)
+                if held is start.get(None):
+                    self.graph.erase_node(epilogue[0])
+                else:
+                    epilogue[0].args = (cache.info.node, new)
+        with self.graph.inserting_before(output):
+            for s, node in store.items():
+                if s is not None and node is not start[s]:
+                    self.call(aten.copy_.default, (start[s], node), {})
+
+    def _merged(self, cache: Cache) -> fx.Node:
+        shape = shape_of(cache.info.node)
+        d = cache.dims
+        if len(d) == 1:
+            return cache.info.node
+        merged = (*shape[: d[0]], cache.slots, *shape[d[-1] + 1 :])
+        return self._as(cache.info.node, merged)
+
+    def _as(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        if tuple(node.meta["val"].shape) == tuple(shape):
+            return node
+        return self.call(aten.reshape.default, (node, list(shape)), {})
+
+    def _read(self, node: fx.Node, v: View, val: SlotVal, held: fx.Node, n: int) -> fx.Node:
+        """``node``'s value out of the storage: the layout ops that were not stored."""
+        rows = self._as(held, with_slots(v.fn.shape, v.fn.dims, n))
+        out = emit(val.fn, n, self.call, substituting(v.fn, rows), _no_operand)
+        return self._as(out, shape_of(node))
+
+    def _write(
+        self, i: int, cohort: Cohort, cache: Cache, e: int, new: list[tuple[int, int]],
+        view: View | None, held: fx.Node, device: torch.device,
+    ) -> fx.Node:  # fmt: skip
+        axis = cache.dims[0] if view is None else view.axis
+        parts = [(k, m, self._rows(i, cohort, cache, e, k, m, view, device)) for k, m in new]
+        return self._place(i, cohort, e, axis, held, parts, device)
+
+    def _place(
+        self, i: int, cohort: Cohort, e: int, axis: int, held: fx.Node,
+        parts: list[tuple[int, int, fx.Node]], device: torch.device,
+    ) -> fx.Node:  # fmt: skip
+        if cohort.order == "ring":
+            for k, m, rows in parts:
+                idx = self.extra(Extra("index", i, e, k, shape=(m,)), device)
+                where: list[Any] = [None] * axis + [idx]
+                held = self.call(aten.index_put.default, (held, where, rows), {})
+            return held
+        n = held.meta["val"].shape[axis]
+        src = self.extra(Extra("index", i, e, shape=(n,)), device)
+        if parts:
+            held = self.call(aten.cat.default, ([held, *(r for _, _, r in parts)], axis), {})
+        return self.call(aten.index_select.default, (held, axis, src), {})
+
+    def _rows(
+        self, i: int, cohort: Cohort, cache: Cache, e: int, k: int, m: int, view: View | None,
+        device: torch.device,
+    ) -> fx.Node:  # fmt: skip
+        """The ``m`` kept fresh rows of source ``k``, through the view's work, storage-shaped."""
+        source = cache.sources[k]
+        fn = view.fn if view is not None else None
+        raw = _raw_entry(source)
+        entry = raw if raw is not None else _inner_entry(source, fn)  # type: ignore[arg-type]
+        assert entry is not None, "legality was checked by the passes"
+        value = self._entry(entry, source)
+        if m < source.count:
+            sel = self.extra(Extra("select", i, e, k, shape=(m,)), device)
+            flat = self._as(value, _merge(entry.shape, entry.dims))
+            flat = self.call(aten.index_select.default, (flat, entry.dims[0], sel), {})
+            value = flat
+        value = self._as(value, with_slots(entry.shape, entry.dims, m))
+        leaf = entry.fn
+        if raw is not None:
+            value = invert_layout(entry.fn, m, self.call, value)
+            leaf = cache.analysis.vals[cache.info.node].fn
+        if view is None:
+            assert raw is not None
+            shape = shape_of(cache.info.node)
+            return self._as(value, _merge(with_slots(shape, cache.dims, m), cache.dims))
+
+        def operand(o: Operand) -> fx.Node:
+            if o.role == "const" or not isinstance(o.node.meta["val"], torch.Tensor):
+                return o.node
+            j = first_of_class(cohort, view)
+            num = [t.key for t in view.tables()].index(o.key)
+            return self.extra(
+                Extra("table", i, e, k, j, num, shape=o.rows_shape(m), dtype=o.dtype), device
+            )
+
+        out = emit(view.fn, m, self.call, substituting(leaf, value), operand)
+        if view.fold:
+            out = self._rotate(out, Extra("unfold", i, view=first_of_class(cohort, view)), view)
+        return self._as(out, view.storage_shape(m))
+
+    def _entry(self, entry: RowEntry, source: RowSource) -> fx.Node:
+        """The fresh rows in the shape and dtype in which they enter."""
+        if entry.fill is not None:
+            dev = entry.node.meta["val"].device
+            kw = {"dtype": entry.dtype, "device": dev}
+            return self.call(aten.full.default, (list(entry.shape), entry.fill), kw)
+        node = entry.node
+        if node.meta["val"].dtype != entry.dtype:
+            node = self.call(aten._to_copy.default, (node,), {"dtype": entry.dtype})
+        if node.meta["val"].numel() == torch.Size(entry.shape).numel():
+            return self._as(node, entry.shape)
+        return self.call(aten.expand.default, (node, list(entry.shape)), {})
+
+    def _commit(self, i: int, cohort: Cohort, cache: Cache, device: torch.device) -> fx.Node:
+        """Split cohorts: the cache's own write, in its own placement (event -1)."""
+        held = self._merged(cache)
+        assert cohort.stored is not None
+        parts = [
+            (k, m, self._rows(i, cohort, cache, -1, k, m, None, device))
+            for k, m in cohort.stored.present
+        ]
+        return self._place(i, cohort, -1, cache.dims[0], held, parts, device)
+
+    # -- frames and biases ---------------------------------------------------------------------
+
+    def _rotate(self, x: fx.Node, e: Extra, view: View) -> fx.Node:
+        """x * c + x[perm] * s along the last axis: one rotation for all rows."""
+        perm = self.permutations[view.klass]
+        d = len(perm)
+        dev, dtype = x.meta["val"].device, x.meta["val"].dtype
+        c, s = (
+            self.extra(Extra(e.kind, e.cohort, view=e.view, operand=q, shape=(d,), dtype=dtype), dev)
+            for q in (0, 1)
+        )
+        idx = self.extra(Extra("perm", e.cohort, view=e.view, shape=(d,)), dev)
+        swapped = self.call(aten.index_select.default, (x, len(x.meta["val"].shape) - 1, idx), {})
+        a = self.call(aten.mul.Tensor, (x, c), {})
+        b = self.call(aten.mul.Tensor, (swapped, s), {})
+        return self.call(aten.add.Tensor, (a, b), {})
+
+    def _fold_query(
+        self, i: int, j: int, v: View, node: fx.Node, new: fx.Node, user: fx.Node
+    ) -> None:
+        cohort = self.plan.cohorts[i]
+        pos, axis = query_operand(user, new)
+        q = user.args[pos]
+        assert isinstance(q, fx.Node)
+        key = (q, first_of_class(cohort, v), i)
+        if key not in self._folds:
+            with self.graph.inserting_before(user):
+                x = q
+                if axis != len(q.meta["val"].shape) - 1:
+                    x = self.call(aten.transpose.int, (q, axis, -1), {})
+                x = self._rotate(x, Extra("fold", i, view=first_of_class(cohort, v)), v)
+                if axis != len(q.meta["val"].shape) - 1:
+                    x = self.call(aten.transpose.int, (x, axis, -1), {})
+            self._folds[key] = x
+        user.update_arg(pos, self._folds[key])
+
+    def _biases(self, i: int, cohort: Cohort) -> None:
+        if cohort.order != "ring":
+            return
+        for num, b in enumerate(cohort.biases):
+            val = b.operand.meta["val"]
+            event = [e.expr.key for e in cohort.events].index(b.token[1])
+            node = self.extra(
+                Extra("bias", i, event, operand=num, shape=tuple(val.shape), dtype=val.dtype),
+                val.device,
+            )
+            b.user.replace_input_with(b.operand, node)
+
+
+def query_operand(user: fx.Node, key: fx.Node) -> tuple[int, int]:
+    """(argument number, contracted axis) of the query that meets ``key`` in ``user``."""
+    if user.target is torch.ops.rtc.attention.default:
+        q = user.args[0]
+        return 0, len(q.meta["val"].shape) - 1  # type: ignore[union-attr]
+    rank = len(user.meta["val"].shape)
+    if user.args[0] is key:
+        return 1, rank - 2
+    return 0, rank - 1
+
+
+def first_of_class(cohort: Cohort, view: View) -> int:
+    """Views of one class share table rows: the first stands for all."""
+    return next(j for j, v in enumerate(cohort.views) if v.klass == view.klass)
+
+
+def _merge(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    n = 1
+    for d in dims:
+        n *= shape[d]
+    return (*shape[: dims[0]], n, *shape[dims[-1] + 1 :])
+
+
+def _first(
+    graph: fx.Graph, index: dict[fx.Node, int], cache: Cache, views: list[Any], end: fx.Node
+) -> fx.Node:
+    users = [u[1] for _, v in views for u in v.uses]
+    return min(users, key=lambda n: index[n], default=end)
+
+
+def _no_operand(o: Operand) -> Any:
+    raise AssertionError("layout ops have no operands")
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    for n in graph.nodes:
+        val = n.meta.get("val")
+        if isinstance(val, torch._subclasses.FakeTensor):
+            return val.fake_mode
+    raise AssertionError("graph without fake values")
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with its own graph over the same attributes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+def dead_code(graph: fx.Graph) -> None:
+    """Remove nodes without users; writes stay."""
+
+    def impure(n: fx.Node) -> bool:
+        if n.op in ("placeholder", "output"):
+            return True
+        t = n.target
+        return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
+
+    graph.eliminate_dead_code(impure)

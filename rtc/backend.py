@@ -1,0 +1,276 @@
+"""From Dynamo's graph to a compiled callable.
+
+Dynamo graph -> SDPA as one opaque op -> AOTAutograd (functional ATen, mutation as a copy_ epilogue)
+-> rtc's passes -> Inductor (or ATen, op by op) -> runtime wrapper (state, positions).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+
+from rtc.errors import HostSyncError, OptionsError, UnsupportedError
+from rtc.kernels import attention as _attention  # registers the op
+from rtc.options import Options
+from rtc.passes import pipeline
+from rtc.passes.analysis.host import InputInfo, where
+from rtc.passes.base import IllegalCombination
+from rtc.passes.rewrite import copied
+from rtc.report import GraphReport
+from rtc.runtime.session import GraphRuntime, Session
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Compiler:
+    """Compiles graphs for one session; ``graphs`` collects what was done for the report."""
+
+    options: Options
+    session: Session
+    graphs: list[GraphReport] = field(default_factory=list)
+    on_phase: Callable[[str], None] = lambda name: None
+    dry: bool = False  # explain: decide, but do not compile
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend."""
+        started = time.perf_counter()
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+        ):
+            raise UnsupportedError(
+                "rtc compiles for inference: call the model under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+        report = GraphReport(name=f"graph {len(self.graphs)}")
+        self.graphs.append(report)
+        _refuse_host_reads(gm)
+        hide_attention(gm)
+        sources = [_source(n) for n in gm.graph.nodes if n.op == "placeholder"]
+        self.on_phase("tracing")
+
+        def inner(functional: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            report.seconds["tracing"] = time.perf_counter() - started
+            return self._compile(functional, inputs, sources, report)
+
+        compiled = aot_module_simplified(
+            gm,
+            list(example_inputs),
+            fw_compiler=inner,
+            inference_compiler=inner,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
+        session = self.session
+
+        def run(*args: Any) -> Any:
+            session.before_graph(args)
+            try:
+                return compiled(*args)
+            finally:
+                session.after_graph()
+
+        return run
+
+    def _compile(
+        self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport
+    ) -> Callable[..., Any]:
+        inputs = _inputs(gm, sources)
+        sample = {i.node: _hint(i.node.meta["val"]) for i in inputs if i.is_int}
+        plain = copied(gm)
+        t0 = time.perf_counter()
+        report.before(gm, inputs)
+        try:
+            result = pipeline.run(
+                gm,
+                inputs,
+                sample,
+                self.options.switches(),
+                calibrate=self.options.quantize == "calibrated",
+                write_back=self.options.write_back,
+                on_pass=self.on_phase,
+            )
+        except IllegalCombination as e:
+            raise OptionsError(str(e)) from None
+        report.seconds["passes"] = time.perf_counter() - t0
+        assert result.rewritten.gm is not None
+        new = result.rewritten.gm
+        report.after(new, result)
+        if self.dry:
+            return make_boxed_func(plain.forward)
+        t0 = time.perf_counter()
+        self.on_phase("code generation")
+        managed = any(c.order != "plain" for c in result.plan.cohorts)
+        extras = [n.meta["val"] for n in result.rewritten.nodes]
+        run = self._lower(new, [*fakes, *extras])
+        report.seconds[self.options.lowering] = time.perf_counter() - t0
+        if not managed:
+            return _owned(run, inputs, self.session)
+        lowered: list[Callable[..., Any]] = []
+
+        def fallback(args: list[Any]) -> Any:
+            # the untouched graph, op by op: rare calls only, so it is not worth a compile
+            if not lowered:
+                show_attention(plain)
+                lowered.append(make_boxed_func(plain.forward))
+            return lowered[0](args)
+
+        runtime = GraphRuntime(self.session, result, inputs, gm, run, fallback)
+        runtime._boxed_call = True  # type: ignore[attr-defined]
+        return runtime
+
+    def _lower(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+        show_attention(gm)
+        if self.options.lowering == "eager":
+            return make_boxed_func(gm.forward)
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._inductor.config.patch(dict(self.options.inductor)):
+            fn = compile_fx(gm, fakes)
+        return lambda args: fn(*args) if not getattr(fn, "_boxed_call", False) else fn(args)
+
+
+def _owned(
+    run: Callable[..., Any], inputs: list[InputInfo], session: Session
+) -> Callable[..., Any]:
+    """A graph without caches of its own: caches that another graph keeps are put in order first."""
+    from rtc.runtime.session import OWNERS, owner
+
+    def call(args: list[Any]) -> Any:
+        if OWNERS:
+            for i in inputs:
+                t = args[i.index]
+                if isinstance(t, torch.Tensor):
+                    st = owner(t)
+                    if st is not None:
+                        st.materialize()
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def rtc(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """``torch.compile(model, backend="rtc", options={...})``: options are those of rtc.Options.
+
+    rtc does not see the cache tensors between calls on this road, so they are kept current after
+    every call (``write_back``); :func:`rtc.compile` does without.
+    """
+    options = Options(**{**(kwargs.get("options") or {}), "write_back": True})
+    return Compiler(options, Session(write_back=True))(gm, example_inputs)
+
+
+# -- graph preparation -----------------------------------------------------------------------------
+
+
+def hide_attention(gm: fx.GraphModule) -> None:
+    """SDPA calls of a Dynamo graph become the opaque op, where their arguments allow."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+            continue
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if bound.get("dropout_p", 0.0) != 0.0:
+            continue
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(
+                torch.ops.rtc.attention.default,
+                (
+                    bound["query"],
+                    bound["key"],
+                    bound["value"],
+                    bound.get("attn_mask"),
+                    bound.get("is_causal", False),
+                    bound.get("scale"),
+                    bound.get("enable_gqa", False),
+                ),
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def show_attention(gm: fx.GraphModule) -> None:
+    """The opaque op becomes SDPA again, for the device to lower as it knows best."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.rtc.attention.default:
+            q, k, v, mask, causal, scale, gqa = node.args
+            kwargs = {"scale": scale, "enable_gqa": gqa}
+            with gm.graph.inserting_before(node):
+                new = gm.graph.call_function(
+                    aten.scaled_dot_product_attention.default, (q, k, v, mask, 0.0, causal), kwargs
+                )
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            gm.graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten.view.default:
+            # strides differ where a view stands in for a cache
+            node.target = aten.reshape.default
+    gm.recompile()
+
+
+def _refuse_host_reads(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if node.op == "call_method" and node.target in ("item", "tolist", "__bool__", "__int__"):
+            raise HostSyncError(
+                f"{where(node) or node.name}: .{node.target}() reads device data on the host in the "
+                "middle of the step, which stops the host from running ahead. Keep the value as a "
+                "Python int outside the tensors (a step counter, say), or keep it on the device."
+            )
+
+
+def _source(node: fx.Node) -> tuple[str, Any]:
+    arg = node.meta.get("grapharg")
+    src = getattr(arg, "source", None)
+    if src is None:
+        return node.name, None
+    name = src.name if isinstance(src.name, str) else src.name()
+    return name, node.meta.get("example_value")
+
+
+def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = len(nodes) == len(sources)
+    mutated = {
+        n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)
+    }
+    out = []
+    for i, n in enumerate(nodes):
+        name, _ = sources[i] if known else (n.name, None)
+        val = n.meta["val"]
+        is_int = not isinstance(val, torch.Tensor)
+        parameter = "_parameters" in name or isinstance(val, torch.nn.Parameter)
+        attribute = "_parameters" in name or "_buffers" in name or name.startswith("G[")
+        attribute = attribute or ("L['self']" in name or "__closure__" in name)
+        out.append(InputInfo(i, n, name, is_int, n in mutated, attribute, parameter))
+    return out
+
+
+def _writes_input(n: fx.Node) -> bool:
+    t = n.target
+    return (
+        isinstance(t, torch._ops.OpOverload)
+        and t._schema.is_mutable
+        and bool(n.args)
+        and isinstance(n.args[0], fx.Node)
+        and n.args[0].op == "placeholder"
+    )
+
+
+def _hint(val: Any) -> int:
+    if isinstance(val, int):
+        return val
+    hint = getattr(getattr(val, "node", None), "hint", None)
+    return int(hint) if hint is not None else 0
+
+
+__all__ = ["Compiler", "rtc"]
+_ = _attention

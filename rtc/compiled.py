@@ -1,0 +1,200 @@
+"""``rtc.compile`` and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from rtc.backend import Compiler
+from rtc.errors import RtcError, UnsupportedError
+from rtc.options import Options
+from rtc.report import Report
+from rtc.runtime.session import Session
+
+_MIN, _BELOW = (2, 11), (2, 16)
+
+
+def compile(
+    model: Callable[..., Any], *, options: Options | None = None, on_phase: Any = None
+) -> Compiled:
+    """Compile ``model`` (a module or a function) for real time; a drop-in with the same signature.
+
+    The whole call is captured as one graph. Python int arguments (a step index) stay symbolic, so
+    that they never recompile. ``on_phase(name)`` is told what the compiler is doing.
+
+    Raises UnsupportedError for a torch outside the supported range.
+    """
+    check_torch()
+    return Compiled(model, options or Options(), on_phase)
+
+
+def check_torch() -> None:
+    have = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+    if not _MIN <= have < _BELOW:
+        raise UnsupportedError(
+            f"torch {torch.__version__} is not supported: rtc needs {_MIN[0]}.{_MIN[1]} or newer, "
+            f"below {_BELOW[0]}.{_BELOW[1]}"
+        )
+
+
+class Compiled:
+    """A compiled model. Call it as you would call the model; attributes are the model's own."""
+
+    def __init__(self, model: Callable[..., Any], options: Options, on_phase: Any = None) -> None:
+        self._model, self._options = model, options
+        self._session = Session(write_back=options.write_back)
+        self._compiler = Compiler(options, self._session)
+        if on_phase is not None:
+            self._compiler.on_phase = on_phase
+        self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
+        self._signature = _signature(model)
+        self._seconds: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = self._session
+        started = time.perf_counter()
+        session.before_call()
+        try:
+            with _capture(self._signature, args, kwargs):
+                if torch.is_inference_mode_enabled():
+                    return self._call(*args, **kwargs)
+                with torch.no_grad():
+                    return self._call(*args, **kwargs)
+        except BackendCompilerFailed as e:
+            inner = e.inner_exception
+            if isinstance(inner, RtcError):
+                raise inner from None
+            raise
+        finally:
+            session.after_call()
+            self._seconds.append(time.perf_counter() - started)
+
+    def report(self) -> Report:
+        """What was decided and done so far, as data (``to_dict()``) and text (``str()``)."""
+        return Report(self._compiler.graphs, self._session, self._options, self._seconds)
+
+    def materialize(self) -> None:
+        """Put every cache that rtc keeps into the program's own order, with current values."""
+        self._session.materialize()
+
+    def invalidate(self) -> None:
+        """Say that the caches were changed in a way that rtc cannot have seen."""
+        self._session.invalidate()
+
+    def close(self) -> None:
+        """Materialise the caches, and free everything that rtc keeps. Idempotent."""
+        if not self._session.closed:
+            self._session.close()
+
+    def __enter__(self) -> Compiled:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_model":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __repr__(self) -> str:
+        return f"rtc.compile({type(self._model).__name__}, {len(self._compiler.graphs)} graphs)"
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Options | None = None, **kwargs: Any
+) -> Report:
+    """What :func:`compile` would do with ``model`` on these arguments, and why not more.
+
+    Traces and decides; runs nothing and changes no state.
+    """
+    check_torch()
+    options = options or Options()
+    session = Session()
+    compiler = Compiler(options, session, dry=True)
+
+    class Stop(Exception):
+        pass
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiler(gm, inputs)
+
+        def stop(*a: Any) -> Any:
+            raise Stop
+
+        return stop
+
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    try:
+        with torch.no_grad(), _capture(_signature(model), args, kwargs):
+            call(*args, **kwargs)
+    except Stop:
+        pass
+    except BackendCompilerFailed as e:
+        if isinstance(e.inner_exception, RtcError):
+            raise e.inner_exception from None
+        raise
+    return Report(compiler.graphs, session, options, [])
+
+
+def _signature(model: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    except (TypeError, ValueError):
+        return None
+
+
+@contextmanager
+def _capture(
+    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Dynamo settings for one call: ints stay symbolic, failures are loud."""
+    names = ",".join(_int_sources(signature, args, kwargs))
+    with (
+        torch.compiler.config.patch(dynamic_sources=names),
+        torch._dynamo.config.patch(
+            allow_unspec_int_on_nn_module=True, fail_on_recompile_limit_hit=True
+        ),
+    ):
+        yield
+
+
+def _int_sources(
+    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Dynamo's names of all Python ints among the arguments."""
+    if signature is None:
+        return []
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return []  # the call itself will raise with the user's own message
+    out: list[str] = []
+
+    def walk(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, bool) or depth > 4:
+            return
+        if isinstance(value, int):
+            out.append(name)
+        elif isinstance(value, dict):
+            for k, v in value.items():
+                walk(f"{name}[{k!r}]", v, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for i, v in enumerate(value):
+                walk(f"{name}[{i}]", v, depth + 1)
+
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            for k, v in value.items():
+                walk(f"L['{name}']['{k}']", v, 0)
+                walk(f"L['{k}']", v, 0)
+        else:
+            walk(f"L['{name}']", value, 0)
+    return out

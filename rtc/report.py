@@ -1,0 +1,150 @@
+"""What was decided and done: as data for programs, as text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from rtc.options import Options
+from rtc.passes.analysis.host import InputInfo
+from rtc.passes.pipeline import Result
+from rtc.runtime.session import Session
+from rtc.work import count_work
+
+
+@dataclass
+class GraphReport:
+    """One captured graph."""
+
+    name: str
+    nodes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    work: dict[str, dict[str, int]] = field(default_factory=dict)
+    caches: list[dict[str, Any]] = field(default_factory=list)
+    _indices: list[int] = field(default_factory=list)
+
+    def before(self, gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> None:
+        self.nodes = len(gm.graph.nodes)
+        self._indices = [i.index for i in inputs if i.mutated and not i.is_int]
+        nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.work["before"] = count_work(gm, [nodes[i] for i in self._indices])
+
+    def after(self, gm: fx.GraphModule, result: Result) -> None:
+        self.work["after"] = count_work(gm, _cache_nodes(gm, self._indices, result))
+        for name, (p, enabled, out) in result.outcomes.items():
+            self.passes.append(
+                {
+                    "name": name,
+                    "tier": p.tier,
+                    "enabled": enabled,
+                    "matched": out.matched,
+                    "applied": out.applied,
+                    "refused": [asdict(r) for r in out.refused],
+                    "notes": list(out.notes),
+                }
+            )
+        for cohort in result.plan.cohorts:
+            for i, c in enumerate(cohort.caches):
+                views = [v for v in cohort.views if v.cache == i]
+                self.caches.append(
+                    {
+                        "name": c.info.source,
+                        "shape": [int(s) for s in c.info.node.meta["val"].shape],
+                        "slot_dims": list(c.dims),
+                        "slots": c.slots,
+                        "new_rows": sum(m for _, m in cohort.stored.present) if cohort.stored else 0,
+                        "order": cohort.order,
+                        "views": ["raw" if v.raw else f"{v.fn.arithmetic()} ops" for v in views],
+                        "view_bytes": sum(
+                            math.prod(v.storage_shape(cohort.capacity)) * v.fn.dtype.itemsize
+                            for v in views
+                            if not (cohort.unified and v.raw) and cohort.order != "plain"
+                        ),
+                    }
+                )
+
+
+def _cache_nodes(gm: fx.GraphModule, indices: Sequence[int], result: Result) -> list[fx.Node]:
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    views = zip(result.rewritten.extras, result.rewritten.nodes, strict=True)
+    return [nodes[i] for i in indices] + [n for e, n in views if e.kind == "view"]
+
+
+@dataclass
+class Report:
+    """``to_dict()`` for programs, ``str()`` for people."""
+
+    graphs: Sequence[GraphReport]
+    session: Session
+    options: Options
+    step_seconds: Sequence[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        from rtc import __version__
+
+        s = self.session
+        return {
+            "rtc": __version__,
+            "torch": torch.__version__,
+            "graphs": [
+                {k: v for k, v in asdict(g).items() if not k.startswith("_")} for g in self.graphs
+            ],
+            "runtime": {
+                "calls": s.calls,
+                "plain_calls": s.plain_calls,
+                **asdict(s.counters),
+                "notes": list(s.notes),
+                "state_bytes": sum(
+                    t.numel() * t.element_size() for st in s.states for t in st.storages.values()
+                ),
+                "step_seconds": list(self.step_seconds),
+            },
+            "options": self.options.to_dict(),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Pass name -> places applied, over all graphs."""
+        out: dict[str, int] = {}
+        for g in self.graphs:
+            for p in g.passes:
+                out[p["name"]] = out.get(p["name"], 0) + p["applied"]
+        return out
+
+    def __str__(self) -> str:
+        lines = []
+        for g in self.graphs:
+            secs = ", ".join(f"{k} {v:.1f} s" for k, v in g.seconds.items())
+            lines.append(f"{g.name}: {g.nodes} nodes ({secs})")
+            for p in g.passes:
+                state = f"{p['applied']} of {p['matched']}" if p["enabled"] else "off"
+                lines.append(f"  {p['name']:<16} {p['tier']:<9} {state}")
+                for r in _grouped(p["refused"]):
+                    lines.append(f"    refused {r}")
+                for n in p["notes"]:
+                    lines.append(f"    {n}")
+            if g.work:
+                b, a = g.work["before"], g.work.get("after", {})
+                for k in b:
+                    lines.append(f"  {k.replace('_', ' ')}: {b[k]:,} -> {a.get(k, 0):,}")
+        s = self.session
+        lines.append(
+            f"{s.calls} calls, {s.plain_calls} on the plain path, {s.counters.imports} imports, "
+            f"{s.counters.refreshed_slots} slots refreshed"
+        )
+        lines += [f"  {n}" for n in s.notes]
+        return "\n".join(lines)
+
+
+def _grouped(refused: Sequence[dict[str, str]]) -> list[str]:
+    count: dict[str, int] = {}
+    for r in refused:
+        at = f" [{r['node']}{' at ' + r['where'] if r['where'] else ''}]" if r["node"] else ""
+        text = r["reason"] + at
+        count[text] = count.get(text, 0) + 1
+    return [f"{n} x: {t}" if n > 1 else t for t, n in count.items()]

@@ -1,0 +1,327 @@
+"""One graph at run time, and who owns which cache.
+
+``GraphRuntime.call`` serves a call of one compiled graph: it finds or makes the state of each cohort
+for the cache tensors at hand, prepares, refreshes, runs, and notes. ``OWNERS`` knows the state that
+keeps a tensor, over all compiled models of the process: two of them may share caches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from rtc.errors import StateError
+from rtc.passes.analysis.host import HostProgram, InputInfo
+from rtc.passes.pipeline import Result
+from rtc.passes.rewrite import Extra
+from rtc.runtime import guard
+from rtc.runtime.layout import Fallback
+from rtc.runtime.state import CohortRuntime, CohortState, Counters, Prepared, layout_key, refresh
+
+OWNERS: dict[int, CohortState] = {}
+
+
+def owner(t: torch.Tensor) -> CohortState | None:
+    """The state that keeps ``t``, if any."""
+    st = OWNERS.get(id(t))
+    if st is None or all(r() is not t for r in st.refs):
+        return None
+    return st
+
+
+def release(st: CohortState) -> None:
+    """Give the caches back to the user, in order, and forget the views."""
+    live = [r() for r in st.refs]
+    if all(t is not None for t in live):
+        st.materialize()
+    for t in live:
+        if t is not None:
+            guard.lift(t)
+            OWNERS.pop(id(t), None)
+    st.storages.clear()
+    st.classes.clear()
+
+
+@dataclass
+class Session:
+    """What one compiled model keeps: its states, and what happened so far."""
+
+    write_back: bool = False
+    counters: Counters = field(default_factory=Counters)
+    states: list[CohortState] = field(default_factory=list)
+    touched: list[CohortState] = field(default_factory=list)
+    calls: int = 0
+    plain_calls: int = 0
+    notes: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def before_call(self) -> None:
+        """Lift the guards, so that the caches look like plain tensors to Dynamo."""
+        if self.closed:
+            raise StateError("this compiled model was closed: compile the model again")
+        for st in self.states:
+            for r in st.refs:
+                t = r()
+                if t is not None:
+                    guard.lift(t)
+
+    def after_call(self) -> None:
+        """Note versions (AOT's wrapper bumps them after the graph ran) and guard the caches."""
+        self.calls += 1
+        self.after_graph()
+        self.guard_all()
+
+    def before_graph(self, args: Sequence[Any]) -> None:
+        """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
+        if OWNERS:
+            seen = {id(st): st for a in args if isinstance(a, torch.Tensor) and (st := owner(a))}
+            for st in seen.values():
+                st.check_versions()
+
+    def after_graph(self) -> None:
+        """Note versions once AOT's wrapper has run, and put the caches in order where asked."""
+        self.states = [st for st in self.states if st.storages or st.classes or _alive(st)]
+        for st in self.touched:
+            st.record_versions()
+        self.touched.clear()
+        if self.write_back:
+            for st in self.states:
+                st.materialize()
+
+    def guard_all(self) -> None:
+        for st in self.states:
+            live = [r() for r in st.refs]
+            if any(t is None for t in live) or OWNERS.get(st.ids[0]) is not st:
+                continue
+            # a tensor without a version counter is guarded in any order: writes must be seen
+            if not st.in_order or any(t.is_inference() for t in live):  # type: ignore[union-attr]
+                if self.write_back or not all(guard.possible(t) for t in live):  # type: ignore[arg-type]
+                    st.materialize()
+                else:
+                    for t in live:
+                        guard.put(t, st)  # type: ignore[arg-type]
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def materialize(self) -> None:
+        for st in self.states:
+            if OWNERS.get(st.ids[0]) is st:
+                for t in st.caches():
+                    guard.lift(t)
+                st.materialize()
+
+    def invalidate(self) -> None:
+        self.materialize()
+        for st in self.states:
+            st.invalidate()
+
+    def close(self) -> None:
+        for st in self.states:
+            if OWNERS.get(st.ids[0]) is st:
+                release(st)
+        self.states.clear()
+        self.closed = True
+
+
+def _alive(st: CohortState) -> bool:
+    return all(r() is not None for r in st.refs)
+
+
+class ConstEval:
+    """Values of constant subexpressions on their own device, from the call's inputs."""
+
+    def __init__(self, inputs: Mapping[fx.Node, InputInfo], get_attr: Callable[[str], Any]) -> None:
+        self.inputs, self.get_attr = inputs, get_attr
+        self.args: Sequence[Any] = ()
+
+    def __call__(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.args[self.inputs[node].index]
+        if node.op == "get_attr":
+            return self.get_attr(str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class GraphRuntime:
+    """The compiled callable of one graph.
+
+    ``rewritten(args)`` takes the graph's inputs and then the extras; ``plain(args)`` is the untouched
+    graph, for calls that the rewritten one does not fit.
+    """
+
+    def __init__(
+        self, session: Session, result: Result, inputs: Sequence[InputInfo], gm: fx.GraphModule,
+        rewritten: Callable[[list[Any]], Any], plain: Callable[[list[Any]], Any],
+    ) -> None:  # fmt: skip
+        self.session, self.inputs = session, list(inputs)
+        self.rewritten, self.plain = rewritten, plain
+        plan = result.plan
+        self.extras = result.rewritten.extras
+        self.cohorts = [
+            CohortRuntime(i, c, self.extras)
+            for i, c in enumerate(plan.cohorts)
+            if c.order != "plain"
+        ]
+        roots: set[fx.Node] = set()
+        for c in self.cohorts:
+            roots |= plan.host_roots(c.cohort)
+        self.host = HostProgram(plan.host, roots)
+        self.const = ConstEval({i.node: i for i in inputs}, lambda n: getattr(gm, n))
+        self.const_inputs = self._const_inputs()
+        self._cpu: dict[int, tuple[Any, torch.Tensor]] = {}
+        managed = {i for c in self.cohorts for i in c.inputs}
+        self.others = [
+            i.index for i in inputs if not i.is_int and not i.parameter and i.index not in managed
+        ]
+
+    def _const_inputs(self) -> list[InputInfo]:
+        """Constant inputs that enter views: when one changes, the views are out of date."""
+        found: set[fx.Node] = set()
+        stack = [
+            o.node for c in self.cohorts for v in c.cohort.views for o in v.fn.operands()
+            if o.role == "const"
+        ]  # fmt: skip
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(node.all_input_nodes)
+        return [i for i in self.inputs if i.node in found]
+
+    # -- a call --------------------------------------------------------------------------------
+
+    def __call__(self, args: list[Any]) -> Any:
+        """``args``: the graph's inputs in order (boxed: the list is emptied)."""
+        args_in = list(args)
+        args.clear()
+        states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
+        try:
+            for i in self.others:
+                t = args_in[i]
+                if OWNERS and isinstance(t, torch.Tensor) and owner(t) is not None:
+                    st = owner(t)
+                    assert st is not None
+                    st.materialize()  # the graph reads it plainly
+                    if self.inputs[i].mutated:
+                        self.session.touched = [s for s in self.session.touched if s is not st]
+            env = self._env(args_in)
+            memo: dict[Any, Any] = {}
+            self.const.args = args_in
+            stamp = self._stamp(args_in)
+            for c in self.cohorts:
+                st = self._state(c, args_in)
+                st.check_consts(stamp)
+                states.append((c, st, c.prepare(st, env, self.const, memo)))
+        except Fallback as e:
+            return self._run_plain(args_in, str(e))
+        for c, st, prep in states:
+            self._refresh(c, st, prep)
+        extras = [self._extra(e, states, args_in) for e in self.extras]
+        try:
+            out = self.rewritten([*args_in, *extras])
+        except BaseException:
+            for _, st, _ in states:
+                self._broken(st)
+            raise
+        for c, st, prep in states:
+            c.finish(st, prep)
+            self.session.touched.append(st)
+        return out
+
+    def _broken(self, st: CohortState) -> None:
+        """A call died half way: the caches may be half written, as in eager; the views are dropped."""
+        for k in st.classes.values():
+            k.invalidate()
+        self.session.touched.append(st)
+
+    def _run_plain(self, args: list[Any], reason: str) -> Any:
+        self.session.plain_calls += 1
+        self.session.note(f"a call took the plain path: {reason}")
+        for c in self.cohorts:
+            for i in c.inputs:
+                st = owner(args[i])
+                if st is not None:
+                    st.materialize()
+                    st.invalidate()
+                    if st not in self.session.touched:
+                        self.session.touched.append(st)
+        return self.plain(args)
+
+    def _env(self, args: list[Any]) -> dict[fx.Node, Any]:
+        ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
+        consts: dict[fx.Node, torch.Tensor] = {}
+        for i in self.host.const_inputs:
+            t = args[i.index]
+            stamp = (id(t), None if t.is_inference() else t._version)
+            have = self._cpu.get(i.index)
+            if have is None or have[0] != stamp:
+                # one device-to-host copy when a table of the module is first seen, or has changed
+                have = self._cpu[i.index] = (stamp, t.detach().cpu().clone())
+            consts[i.node] = have[1]
+        return self.host.run(ints, consts)
+
+    def _stamp(self, args: list[Any]) -> Any:
+        out = []
+        for i in self.const_inputs:
+            t = args[i.index]
+            if isinstance(t, torch.Tensor):
+                out.append((id(t), None if t.is_inference() else t._version))
+        return tuple(out)
+
+    def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
+        caches = [args[i] for i in c.inputs]
+        key = layout_key(c.cohort)
+        st = owner(caches[0])
+        ids = tuple(id(t) for t in caches)
+        if st is not None and st.ids == ids and st.key == key:
+            return st
+        for t in caches:
+            have = owner(t)
+            if have is not None:
+                release(have)
+            if not t.is_contiguous() and len(c.cohort.caches[0].dims) > 1:
+                raise Fallback("a cache with several slot axes is not contiguous")
+        st = CohortState(c.cohort, caches, self.session.counters)
+        st.record_versions()
+        for t in caches:
+            OWNERS[id(t)] = st
+            weakref.finalize(t, _forget, id(t), weakref.ref(st))
+        self.session.states = [s for s in self.session.states if OWNERS.get(s.ids[0]) is s]
+        self.session.states.append(st)
+        return st
+
+    def _refresh(self, c: CohortRuntime, st: CohortState, prep: Prepared) -> None:
+        caches = st.caches()
+        for r in prep.refresh:
+            src = st.place.find(r.cids)
+            assert (src >= 0).all(), "a slot to refresh is not in the cache"
+            for j, v in enumerate(c.cohort.views):
+                if v.klass == r.klass and j in st.storages:
+                    with torch.no_grad():
+                        refresh(st, v, j, caches[v.cache], src, r.at, r.rows, c.readers[r.klass],
+                                self.const)  # fmt: skip
+            st.counters.refreshed_slots += len(r.cids)
+
+    def _extra(self, e: Extra, states: list[Any], args: list[Any]) -> torch.Tensor:
+        c, st, prep = next(s for s in states if s[0].index == e.cohort)
+        if e.kind == "view":
+            return st.storages[e.view]
+        value = prep.extras[e]
+        device = args[c.inputs[0]].device
+        return value if value.device == device else value.to(device, non_blocking=True)
+
+
+def _forget(ident: int, st: weakref.ref[CohortState]) -> None:
+    state = st()
+    if OWNERS.get(ident) is state:
+        OWNERS.pop(ident, None)
+    if state is not None:
+        state.storages.clear()

@@ -1,0 +1,428 @@
+"""State of one cohort of caches: the views rtc keeps, and where every slot lies.
+
+The user's cache tensors stay the master copy of the raw slots, in ring order while rtc owns them.
+Views are derived: any slot of a view can be computed again from the raw slot and the coming call's
+table row, so that whatever the host finds changed (an outside write, a position reset) is made good
+before the graph runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from rtc.errors import StateError
+from rtc.passes.analysis.exprs import evaluate, split_row_ids
+from rtc.passes.analysis.fn import Operand, emit, raw_fn, structural_key, with_slots
+from rtc.passes.plan import Cohort, Event, View
+from rtc.passes.rewrite import Extra, first_of_class
+from rtc.runtime.layout import Fallback, Placement
+from rtc.runtime.tables import TableReader, changed
+
+
+@dataclass
+class ClassState:
+    """Views with equal work and equal tables: which content each place holds, with which rows."""
+
+    cid: np.ndarray
+    rows: list[torch.Tensor] | None = None
+
+    def invalidate(self) -> None:
+        self.cid[:] = -1
+
+    def follow(self, came: np.ndarray) -> None:
+        """Take the order in which place i holds what was at ``came[i]`` (-1: something new)."""
+        at = np.maximum(came, 0)
+        self.cid = np.where(came < 0, -1, self.cid[at])
+        if self.rows is not None:
+            self.rows = [r[torch.from_numpy(at)] for r in self.rows]
+
+
+def layout_key(cohort: Cohort) -> tuple[Any, ...]:
+    """Graphs that agree on it can share a state."""
+    views = tuple((v.cache, structural_key(v.fn), v.klass) for v in cohort.views)
+    return (cohort.order, cohort.unified, cohort.capacity, cohort.slots, views)
+
+
+@dataclass
+class Counters:
+    imports: int = 0
+    materializations: int = 0
+    refreshed_slots: int = 0
+    folds: int = 0
+
+
+class CohortState:
+    """State for one tuple of cache tensors, shared by all graphs that lay it out alike."""
+
+    def __init__(self, cohort: Cohort, caches: Sequence[torch.Tensor], counters: Counters) -> None:
+        self.key = layout_key(cohort)
+        self.refs = [weakref.ref(t) for t in caches]
+        self.ids = tuple(id(t) for t in caches)
+        self.dims = [c.dims for c in cohort.caches]
+        self.counters = counters
+        self.unified = cohort.unified
+        n = cohort.slots
+        self.cids = np.arange(n, dtype=np.int64)  # of the logical slots
+        self.place = Placement(np.arange(n, dtype=np.int64))  # of the caches
+        self.next_cid = n
+        cap = cohort.capacity
+        self.view_place = self.place if cohort.unified else Placement.empty(cap)
+        self.classes: dict[str, ClassState] = {}
+        self.storages: dict[int, torch.Tensor] = {}
+        self.axes: dict[int, int] = {}
+        for j, v in enumerate(cohort.views):
+            if cohort.unified and v.raw:
+                continue
+            dev = caches[v.cache].device
+            self.storages[j] = torch.empty(v.storage_shape(cap), dtype=v.fn.dtype, device=dev)
+            self.axes[j] = v.axis
+            self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
+        self.versions: list[int | None] = [None] * len(caches)
+        self.dirty = False  # a tensor without a version counter was touched from outside
+        self.consts: Any = None
+        counters.imports += 1
+
+    # -- the user's tensors --------------------------------------------------------------------
+
+    def caches(self) -> list[torch.Tensor]:
+        out = [r() for r in self.refs]
+        if any(t is None for t in out):
+            raise StateError(
+                "a cache tensor was freed while rtc kept its state: hold the tensors for as long as "
+                "the compiled model runs on them, or call compiled.close() first"
+            )
+        return out  # type: ignore[return-value]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the caches hold their slots in the program's own order."""
+        return bool((self.place.content == self.cids).all())
+
+    def merged(self, cache: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        """The cache with its slot axes as one, sharing memory."""
+        if len(dims) == 1:
+            return cache
+        return cache.view(*cache.shape[: dims[0]], -1, *cache.shape[dims[-1] + 1 :])
+
+    def materialize(self) -> None:
+        """Put the caches into the program's own order; views stay valid."""
+        if self.in_order:
+            return
+        src = self.place.find(self.cids)
+        for t, dims in zip(self.caches(), self.dims, strict=True):
+            flat = self.merged(t, dims)
+            idx = torch.from_numpy(src).to(t.device)
+            with torch.inference_mode(t.is_inference()), torch.no_grad():
+                flat.copy_(flat.index_select(dims[0], idx))
+        if self.unified:
+            for j, s in self.storages.items():
+                s.copy_(s.index_select(self.axes[j], torch.from_numpy(src).to(s.device)))
+            for c in self.classes.values():
+                c.cid = c.cid[src]
+                if c.rows is not None:
+                    c.rows = [r[torch.from_numpy(src)] for r in c.rows]
+        self.place.content = self.cids.copy()
+        self.counters.materializations += 1
+        self.record_versions()
+
+    def invalidate(self) -> None:
+        """The caches were written from outside: every view is out of date."""
+        n = len(self.cids)
+        self.cids = self.next_cid + np.arange(n, dtype=np.int64)
+        self.next_cid += n
+        self.place.content = self.cids.copy()
+        if not self.unified:
+            self.view_place.content[:] = -1
+        for c in self.classes.values():
+            c.invalidate()
+        self.counters.imports += 1
+
+    def check_versions(self) -> None:
+        """Notice writes from outside since the last call."""
+        if self.dirty:
+            self.dirty = False
+            self.invalidate()
+        for i, t in enumerate(self.caches()):
+            if t.is_inference() or self.versions[i] is None or t._version == self.versions[i]:
+                continue
+            if not self.in_order:
+                raise StateError(
+                    f"cache {i} of shape {tuple(t.shape)} was written through another alias while "
+                    "rtc kept it in ring order. Write through the tensor that the model holds, or "
+                    "call compiled.materialize() first."
+                )
+            self.invalidate()
+            break
+
+    def touched_outside(self) -> None:
+        """An operation outside rtc had one of the caches as an argument."""
+        self.dirty |= any(t.is_inference() for t in self.caches())
+
+    def record_versions(self) -> None:
+        self.versions = [None if t.is_inference() else t._version for t in self.caches()]
+
+    # -- constants -----------------------------------------------------------------------------
+
+    def check_consts(self, stamp: Any) -> None:
+        """Constants of the session that entered the views: if one changed, so did every view."""
+        if self.consts is not None and self.consts != stamp:
+            for c in self.classes.values():
+                c.invalidate()
+        self.consts = stamp
+
+
+@dataclass
+class Refresh:
+    """Places ``at`` of a view class to compute again from raw contents ``cids``, with these rows."""
+
+    klass: str
+    cids: np.ndarray
+    at: np.ndarray
+    rows: list[torch.Tensor]
+
+
+@dataclass
+class Prepared:
+    """What one call needs, and what to note once it has run."""
+
+    extras: dict[Extra, torch.Tensor] = field(default_factory=dict)
+    refresh: list[Refresh] = field(default_factory=list)
+    places: dict[int, np.ndarray] = field(default_factory=dict)  # event -> place of each position
+    commit: Any = None
+
+
+class CohortRuntime:
+    """Prepares calls of one graph for one cohort; static, shared by all sessions."""
+
+    def __init__(self, index: int, cohort: Cohort, extras: Sequence[Extra]) -> None:
+        self.index, self.cohort = index, cohort
+        self.extras = [e for e in extras if e.cohort == index]
+        self.inputs = [c.info.index for c in cohort.caches]
+        self.readers: dict[str, list[TableReader]] = {}
+        self.lead: dict[str, int] = {}
+        for v in cohort.views:
+            if not (cohort.unified and v.raw) and v.klass not in self.readers:
+                self.readers[v.klass] = [TableReader(o) for o in v.tables()]
+                self.lead[v.klass] = first_of_class(cohort, v)
+        counts: dict[int, int] = {}
+        for c in cohort.caches:
+            counts.update({k: s.count for k, s in c.sources.items()})
+        self.offsets: dict[int, int] = {}
+        total = 0
+        for k in sorted(counts):
+            self.offsets[k] = total
+            total += counts[k]
+        self.counts, self.fresh = counts, total
+        self._tables = np.array([self.offsets.get(k, 0) for k in range(max(counts, default=0) + 1)])
+
+    # -- one call ------------------------------------------------------------------------------
+
+    def prepare(
+        self, st: CohortState, env: Mapping[fx.Node, Any], const: Any, memo: dict[Any, Any]
+    ) -> Prepared:
+        """Work out the coming call: index inputs, table rows, and what must be refreshed first.
+
+        Raises Fallback where the rewritten graph does not fit this call; nothing has changed then.
+        """
+        co, out = self.cohort, Prepared()
+        place = st.place.copy()
+        views = place if st.unified else st.view_place.copy()
+        start = views.copy()
+        noted = {k: ClassState(c.cid.copy(), c.rows) for k, c in st.classes.items()}
+        read: set[str] = set()
+        written: dict[str, set[int]] = {k: set() for k in noted}
+        for e, event in enumerate(co.events):
+            ids = evaluate(event.expr, env, memo).ravel()
+            cids = self._cids(st, ids)
+            fresh = ids < 0
+            if co.order == "ring":
+                where, new = views.hold(cids)
+                came = where
+                stale = new & ~fresh
+            else:
+                came = views.order(cids)
+                where = np.arange(len(cids))
+                stale = (came < 0) & ~fresh
+                if e == 0 and stale.any():
+                    came[stale] = _room(start, came, int(stale.sum()))
+                for c in noted.values():
+                    c.follow(came)
+            if stale.any() and (st.unified or e > 0):
+                raise Fallback("a slot comes back after it was evicted in the same call")
+            out.places[e] = where
+            self._positions(out, e, event, ids, came, len(start.content))
+            for klass, c in noted.items():
+                if not self._reads(klass, event):
+                    continue
+                rows = [r.rows(event.expr, ids, env, memo) for r in self.readers[klass]]
+                bad = ~fresh & (c.cid[where] != cids)
+                for have, want in zip(c.rows or [], rows, strict=bool(c.rows)):
+                    bad |= ~fresh & changed(have[torch.from_numpy(where)], want)
+                if bad.any():
+                    if klass in read or (e > 0 and co.order != "ring"):
+                        raise Fallback("tables change between the reads of one call")
+                    pick = torch.from_numpy(np.nonzero(bad)[0])
+                    out.refresh.append(Refresh(klass, cids[bad], came[bad], [r[pick] for r in rows]))
+                for k, _ in event.present:
+                    if k not in written[klass]:
+                        at, _ = self._picked(ids, k)
+                        self._table_inputs(out, e, k, klass, rows, at)
+                        c.cid[where[at]] = cids[at]
+                        written[klass].add(k)
+                c.cid[where[bad]] = cids[bad]
+                if (c.cid[where] != cids).any():
+                    raise Fallback("a fresh row comes back after it was dropped")
+                c.rows = [_scattered(want, where, len(c.cid)) for want in rows]
+                read.add(klass)
+        ids = evaluate(co.commit, env, memo).ravel()
+        cids = self._cids(st, ids)
+        if not st.unified:
+            self._commit_positions(out, place, ids, cids)
+        elif (place.find(cids) < 0).any():
+            raise Fallback("a stored slot was dropped on the way")
+        self._biases(out, env)
+        out.commit = (place, views, noted, cids)
+        return out
+
+    def finish(self, st: CohortState, out: Prepared) -> None:
+        """Note that the call ran."""
+        place, view_place, noted, cids = out.commit
+        st.place = place
+        st.view_place = place if st.unified else view_place
+        st.classes = noted
+        st.cids = cids
+        st.next_cid += self.fresh
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def _cids(self, st: CohortState, ids: np.ndarray) -> np.ndarray:
+        out = np.empty_like(ids)
+        old = ids >= 0
+        out[old] = st.cids[ids[old]]
+        source, row = split_row_ids(ids[~old])
+        out[~old] = st.next_cid + self._tables[source] + row
+        return out
+
+    def _reads(self, klass: str, event: Event) -> bool:
+        return any(
+            v.klass == klass and any(u[2].expr.key == event.expr.key for u in v.uses)
+            for v in self.cohort.views
+        )
+
+    def _picked(self, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of source ``k``'s rows, in row order, and the rows."""
+        source, row = split_row_ids(np.minimum(ids, -1))
+        at = np.nonzero((ids < 0) & (source == k))[0]
+        at = at[np.argsort(row[at], kind="stable")]
+        return at, row[at]
+
+    def _positions(
+        self, out: Prepared, e: int, event: Event, ids: np.ndarray, came: np.ndarray, capacity: int
+    ) -> None:
+        """Index inputs of an event: ``came`` is the place of each content (logical: before it)."""
+        offset, src = capacity, came.copy()
+        for k, m in event.present:
+            at, row = self._picked(ids, k)
+            if len(at) != m:
+                raise Fallback("another number of fresh rows is kept than when compiled")
+            if self.cohort.order == "ring":
+                self._put(out, Extra("index", self.index, e, k, shape=(m,)), came[at])
+            src[at] = offset + np.arange(m)
+            offset += m
+            if m < self.counts[k]:
+                self._put(out, Extra("select", self.index, e, k, shape=(m,)), row)
+        if int((ids < 0).sum()) != sum(m for _, m in event.present):
+            raise Fallback("fresh rows are kept that were not when compiled")
+        if self.cohort.order != "ring":
+            self._put(out, Extra("index", self.index, e, shape=(len(src),)), src)
+
+    def _commit_positions(
+        self, out: Prepared, place: Placement, ids: np.ndarray, cids: np.ndarray
+    ) -> None:
+        event = self.cohort.stored
+        assert event is not None
+        n = len(place.content)
+        if self.cohort.order == "ring":
+            came, new = place.hold(cids)
+            lost = new & (ids >= 0)
+        else:
+            came = place.order(cids)
+            lost = (came < 0) & (ids >= 0)
+        if lost.any():
+            raise Fallback("a stored slot comes from nowhere")
+        self._positions(out, -1, event, ids, came, n)
+
+    def _put(self, out: Prepared, extra: Extra, value: np.ndarray) -> None:
+        out.extras[extra] = torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64))
+
+    def _table_inputs(
+        self, out: Prepared, e: int, k: int, klass: str, rows: list[torch.Tensor], at: np.ndarray
+    ) -> None:
+        for num, (reader, r) in enumerate(zip(self.readers[klass], rows, strict=True)):
+            op = reader.operand
+            if not isinstance(op.node.meta["val"], torch.Tensor):
+                continue
+            extra = Extra(
+                "table", self.index, e, k, self.lead[klass], num,
+                shape=op.rows_shape(len(at)), dtype=op.dtype,
+            )  # fmt: skip
+            out.extras[extra] = reader.shaped(r[torch.from_numpy(at)], torch.device("cpu"))
+
+    def _biases(self, out: Prepared, env: Mapping[fx.Node, Any]) -> None:
+        if self.cohort.order != "ring":
+            return
+        for num, b in enumerate(self.cohort.biases):
+            event = [e.expr.key for e in self.cohort.events].index(b.token[1])
+            where = out.places[event]
+            val = env[b.operand]
+            idx = np.empty(len(where), dtype=np.int64)
+            idx[where] = np.arange(len(where))
+            moved = val.index_select(b.axis, torch.from_numpy(idx))
+            extra = Extra(
+                "bias", self.index, event, operand=num, shape=tuple(val.shape), dtype=val.dtype
+            )
+            out.extras[extra] = moved
+
+
+def _room(start: Placement, used: np.ndarray, count: int) -> np.ndarray:
+    """``count`` places of ``start`` that nothing in ``used`` needs."""
+    free = np.ones(len(start.content), dtype=bool)
+    free[used[used >= 0]] = False
+    spots = np.nonzero(free)[0][:count]
+    if len(spots) < count:
+        raise Fallback("no room to bring slots back")
+    return spots
+
+
+def _scattered(rows: torch.Tensor, where: np.ndarray, n: int) -> torch.Tensor:
+    out = torch.zeros((n, rows.shape[1]), dtype=rows.dtype)
+    out[torch.from_numpy(where)] = rows
+    return out
+
+
+def refresh(
+    st: CohortState, view: View, j: int, cache: torch.Tensor, src: np.ndarray, at: np.ndarray,
+    rows: Sequence[torch.Tensor], readers: Sequence[TableReader], const: Any,
+) -> None:  # fmt: skip
+    """Compute places ``at`` of a view again from raw slots at places ``src`` of its cache."""
+    n, dims, dev = len(src), st.dims[view.cache], cache.device
+    flat = st.merged(cache, dims).index_select(dims[0], torch.from_numpy(src).to(dev))
+    raw = flat.reshape(with_slots(cache.shape, dims, n))
+    values = {r.operand.key: r.shaped(x, dev) for r, x in zip(readers, rows, strict=True)}
+
+    def operand(o: Operand) -> Any:
+        return values[o.key] if o.role == "table" else const(o.node)
+
+    leaf = raw_fn(cache.shape, dims, cache.dtype)
+    out = emit(
+        view.fn, n, lambda t, a, k: t(*a, **k), lambda f: raw if f.key == leaf.key else None, operand
+    )
+    out = out.reshape(view.storage_shape(n))
+    st.storages[j].index_copy_(view.axis, torch.from_numpy(at).to(dev), out)
