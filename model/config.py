@@ -159,7 +159,8 @@ PRESETS: dict[str, Config] = {
         reset_period=6,
     ),
     # Streams on two CPU cores: 57b's frame at half its size each way, so as many slots per new
-    # token (7.6), and narrow, so that work on the whole cache takes 57b's share of a step.
+    # token (7.6), and narrow, so that work on the whole cache takes about the published share of a
+    # naive step (30 %; 50 % in cpu-fp8).
     "cpu": Config(
         dim=256,
         heads=4,

@@ -134,7 +134,7 @@ class Compiler:
 
         with torch._inductor.config.patch(dict(self.options.inductor)):
             fn = compile_fx(gm, fakes)
-        return lambda args: fn(*args) if not getattr(fn, "_boxed_call", False) else fn(args)
+        return lambda args: fn(*args)
 
 
 def _owned(

@@ -1,5 +1,8 @@
 """How the cache is read: spellings of attention, grouped heads, norms at the read, padding."""
 
+# mypy: no-check-untyped-defs, allow-untyped-defs
+# Models as users write them carry no annotations, and a buffer is `Tensor | Module` to mypy.
+
 import math
 
 import torch

@@ -3,6 +3,9 @@
 All take positions from the step (slot order with a moving base: a kept slot keeps its position).
 """
 
+# mypy: no-check-untyped-defs, allow-untyped-defs
+# Models as users write them carry no annotations, and a buffer is `Tensor | Module` to mypy.
+
 import torch
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention, softmax

@@ -3,6 +3,9 @@
 A kept slot keeps its position, so the read can move to write time.
 """
 
+# mypy: no-check-untyped-defs, allow-untyped-defs
+# Models as users write them carry no annotations, and a buffer is `Tensor | Module` to mypy.
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -3,6 +3,9 @@
 Legend: B batch (1), H heads, S cache slots, T new slots a step, D head size, C channels.
 """
 
+# mypy: no-check-untyped-defs, allow-untyped-defs
+# Models as users write them carry no annotations, and a buffer is `Tensor | Module` to mypy.
+
 import math
 
 import torch

@@ -26,6 +26,7 @@ class Form:
     expect     pass -> how often it applies, summed over the graphs: in caches, so a K and a V cache
                that become rings count 2, and rotating keys moved to write time counts 1 a layer
     refuses    pass -> regular expression that one of its reasons must match
+    runtime    counter of the report's "runtime" -> its value after the chain
     graphs     how many graphs the chain needs; None where it is not the point
     syncs      regular expression for the error or report line of a host read in the step
     """
@@ -37,6 +38,7 @@ class Form:
     caches: Callable[[Any], Any] | None = None
     expect: Mapping[str, int] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
+    runtime: Mapping[str, int] = field(default_factory=dict)
     graphs: int | None = 1
     syncs: str | None = None
     notes: str = ""
@@ -70,5 +72,5 @@ def run(form: Form, compile: Callable[[Any], Any], **checks: Any) -> ChainResult
 @contextlib.contextmanager
 def symbolic(form: Form) -> Iterator[None]:
     """The step, a Python int, is a symbol from the first call on."""
-    with torch.compiler.config.patch(dynamic_sources=form.dynamic):
+    with torch.compiler.config.patch(dynamic_sources=form.dynamic):  # type: ignore[attr-defined]
         yield

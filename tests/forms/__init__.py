@@ -1,1 +1,0 @@
-"""Spellings of naive attention with a cache, as different authors write it, each held to eager."""
