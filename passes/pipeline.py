@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rtc.passes import hoist_rope, ring_cache
+from rtc.passes import hoist_rope, normalize, ring_cache
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.plan import CachePlan
@@ -27,6 +27,7 @@ def names() -> list[str]:
 @dataclass
 class Result:
     plan: CachePlan
+    inputs: list[InputInfo]  # the graph's own, then parts of stacked caches
     rewritten: Rewritten
     outcomes: dict[str, tuple[Pass, bool, Outcome]]
 
@@ -47,6 +48,7 @@ def run(
     name of each pass before it runs.
     """
     on_pass("analysis")
+    inputs = normalize.run(gm, inputs)
     ctx = Context(gm, inputs, sample, switches, calibrate, write_back)
     outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}
     for p in PIPELINE:
@@ -61,4 +63,4 @@ def run(
             cohort.split()
     on_pass("rewrite")
     rewritten = Rewriter(gm, ctx.plan).run()
-    return Result(ctx.plan, rewritten, outcomes)
+    return Result(ctx.plan, list(inputs), rewritten, outcomes)

@@ -18,7 +18,7 @@ from torch import fx
 
 from rtc.passes.analysis import order, shapes
 from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
-from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, off_slots, structural_key
+from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, structural_key
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import LocalAnalysis, RowSource, SlotVal, shape_of
@@ -164,7 +164,7 @@ def build(
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
     for info in inputs:
-        if info.is_int or info.parameter or not isinstance(info.node.meta["val"], torch.Tensor):
+        if info.is_int or (info.parameter and not info.mutated) or not isinstance(info.node.meta["val"], torch.Tensor):
             continue
         found = _find_cache(host, exprs, info, hints, calibrate, raw_only)
         if isinstance(found, Cache):
@@ -230,6 +230,8 @@ def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
         joined = [an.val(n) for n, u, _ in an.ends if _attends(an, n, u)]
         if len(joined) < len(an.ends) or not all(v is not None and v.expr.sources() for v in joined):
             return None
+        if not all(e.fn.is_layout for s in an.sources.values() for e in s.entries):
+            return None
         commit = val.expr
     else:
         if an.final is None:
@@ -260,7 +262,7 @@ def _attends(an: LocalAnalysis, node: fx.Node, user: fx.Node) -> bool:
 def _peel(fn: Fn) -> Fn:
     """The part of ``fn`` worth storing: layout on top is free at read time, unless it enlarges."""
     f = fn
-    while f.kind == "op" and f.target in LAYOUT:
+    while f.kind == "item" or (f.kind == "op" and f.target in (LAYOUT | PICKS)):
         child = f.children[0]
         if _features(f) > _features(child):
             return fn  # repeats heads: the copy would come back at every read

@@ -67,7 +67,7 @@ class Rewritten:
 
 def can_write(cache: Cache, source: RowSource, fn: Fn) -> str | None:
     """Why the rows of ``source`` cannot be written through ``fn``, or None."""
-    if _raw_entry(source) is not None or _inner_entry(source, fn) is not None:
+    if _raw_entry(source) or _inner_entry(source, fn) or _outer_entry(source, fn):
         return None
     return "fresh rows join the cache in the middle of its work"
 
@@ -83,6 +83,14 @@ def _raw_entry(source: RowSource) -> RowEntry | None:
 def _inner_entry(source: RowSource, fn: Fn) -> RowEntry | None:
     for e in source.entries:
         if fn.contains(e.fn) and not fn.raw_outside(e.fn):
+            return e
+    return None
+
+
+def _outer_entry(source: RowSource, fn: Fn) -> RowEntry | None:
+    """Rows that join after ``fn``, with nothing but layout between."""
+    for e in source.entries:
+        if invert_layout(e.fn, 1, lambda *a: True, True, fn) is not None:
             return e
     return None
 
@@ -254,7 +262,9 @@ class Rewriter:
         source = cache.sources[k]
         fn = view.fn if view is not None else None
         raw = _raw_entry(source)
-        entry = raw if raw is not None else _inner_entry(source, fn)  # type: ignore[arg-type]
+        entry = raw
+        if entry is None and fn is not None:
+            entry = _inner_entry(source, fn) or _outer_entry(source, fn)
         assert entry is not None, "legality was checked by the passes"
         value = self._entry(entry, source)
         if m < source.count:
@@ -267,6 +277,9 @@ class Rewriter:
         if raw is not None:
             value = invert_layout(entry.fn, m, self.call, value)
             leaf = cache.analysis.vals[cache.info.node].fn
+        elif fn is not None and not fn.contains(entry.fn):
+            value = invert_layout(entry.fn, m, self.call, value, fn)
+            return self._as(value, view.storage_shape(m))  # type: ignore[union-attr]
         if view is None:
             assert raw is not None
             shape = shape_of(cache.info.node)

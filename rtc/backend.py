@@ -29,6 +29,14 @@ from rtc.runtime.session import GraphRuntime, Session
 aten = torch.ops.aten
 
 
+class Specialize(Exception):
+    """Ask for another trace in which these int sources are constants: they fix sizes of caches."""
+
+    def __init__(self, values: dict[str, int]) -> None:
+        super().__init__(f"sizes of caches depend on {', '.join(values)}")
+        self.values = values
+
+
 @dataclass
 class Compiler:
     """Compiles graphs for one session; ``graphs`` collects what was done for the report."""
@@ -38,6 +46,8 @@ class Compiler:
     graphs: list[GraphReport] = field(default_factory=list)
     on_phase: Callable[[str], None] = lambda name: None
     dry: bool = False  # explain: decide, but do not compile
+    # ints that may be made constant (source -> value); None: nobody would trace again
+    fixed: dict[str, set[int]] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -84,6 +94,7 @@ class Compiler:
     ) -> Callable[..., Any]:
         inputs = _inputs(gm, sources)
         sample = {i.node: _hint(i.node.meta["val"]) for i in inputs if i.is_int}
+        self._specialize(inputs, sample)
         plain = copied(gm)
         t0 = time.perf_counter()
         report.before(gm, inputs)
@@ -108,11 +119,14 @@ class Compiler:
         t0 = time.perf_counter()
         self.on_phase("code generation")
         managed = any(c.order != "plain" for c in result.plan.cohorts)
-        extras = [n.meta["val"] for n in result.rewritten.nodes]
-        run = self._lower(new, [*fakes, *extras])
-        report.seconds[self.options.lowering] = time.perf_counter() - t0
         if not managed:
+            run = self._lower(plain, list(fakes))
+            report.seconds[self.options.lowering] = time.perf_counter() - t0
             return _owned(run, inputs, self.session)
+        parts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
+        extras = [n.meta["val"] for n in result.rewritten.nodes]
+        run = self._lower(new, [*fakes, *parts, *extras])
+        report.seconds[self.options.lowering] = time.perf_counter() - t0
         lowered: list[Callable[..., Any]] = []
 
         def fallback(args: list[Any]) -> Any:
@@ -122,9 +136,31 @@ class Compiler:
                 lowered.append(make_boxed_func(plain.forward))
             return lowered[0](args)
 
-        runtime = GraphRuntime(self.session, result, inputs, gm, run, fallback)
+        runtime = GraphRuntime(self.session, result, result.inputs, gm, run, fallback)
         runtime._boxed_call = True  # type: ignore[attr-defined]
         return runtime
+
+    def _specialize(self, inputs: list[InputInfo], sample: dict[fx.Node, int]) -> None:
+        """Raise Specialize for ints that fix sizes around a cache, the first time they are seen.
+
+        An int that was constant once and came back with another value stays symbolic.
+        """
+        if self.fixed is None:
+            return
+        symbols: set[Any] = set()
+        for info in inputs:
+            if info.mutated:
+                symbols |= _sizes_below(info.node)
+        values = {
+            i.source: sample[i.node]
+            for i in inputs
+            if i.is_int and _symbols(i.node.meta["val"]) & symbols and not self.fixed.get(i.source)
+        }
+        if values:
+            for name, value in values.items():
+                self.fixed[name] = {value}
+            self.graphs.pop()
+            raise Specialize(values)
 
     def _lower(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
         show_attention(gm)
@@ -141,16 +177,13 @@ def _owned(
     run: Callable[..., Any], inputs: list[InputInfo], session: Session
 ) -> Callable[..., Any]:
     """A graph without caches of its own: caches that another graph keeps are put in order first."""
-    from rtc.runtime.session import OWNERS, owner
+    from rtc.runtime.session import OWNERS, owners
 
     def call(args: list[Any]) -> Any:
         if OWNERS:
             for i in inputs:
-                t = args[i.index]
-                if isinstance(t, torch.Tensor):
-                    st = owner(t)
-                    if st is not None:
-                        st.materialize()
+                for st in owners(args[i.index]):
+                    st.materialize()
         return run(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -263,6 +296,21 @@ def _writes_input(n: fx.Node) -> bool:
         and isinstance(n.args[0], fx.Node)
         and n.args[0].op == "placeholder"
     )
+
+
+def _symbols(val: Any) -> set[Any]:
+    node = getattr(val, "node", None)
+    return set(node.expr.free_symbols) if node is not None else set()
+
+
+def _sizes_below(node: fx.Node) -> set[Any]:
+    """Symbols in the sizes of all that is computed from ``node`` in one step."""
+    out: set[Any] = set()
+    for user in node.users:
+        val = user.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            out |= {s for n in val.shape for s in _symbols(n)}
+    return out
 
 
 def _hint(val: Any) -> int:

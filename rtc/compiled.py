@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from rtc.backend import Compiler
+from rtc.backend import Compiler, Specialize
 from rtc.errors import RtcError, UnsupportedError
 from rtc.options import Options
 from rtc.report import Report
@@ -49,7 +49,7 @@ class Compiled:
     def __init__(self, model: Callable[..., Any], options: Options, on_phase: Any = None) -> None:
         self._model, self._options = model, options
         self._session = Session(write_back=options.write_back)
-        self._compiler = Compiler(options, self._session)
+        self._compiler = Compiler(options, self._session, fixed={})
         if on_phase is not None:
             self._compiler.on_phase = on_phase
         self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
@@ -61,11 +61,7 @@ class Compiled:
         started = time.perf_counter()
         session.before_call()
         try:
-            with _capture(self._signature, args, kwargs):
-                if torch.is_inference_mode_enabled():
-                    return self._call(*args, **kwargs)
-                with torch.no_grad():
-                    return self._call(*args, **kwargs)
+            return self._traced(args, kwargs)
         except BackendCompilerFailed as e:
             inner = e.inner_exception
             if isinstance(inner, RtcError):
@@ -74,6 +70,20 @@ class Compiled:
         finally:
             session.after_call()
             self._seconds.append(time.perf_counter() - started)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fixed = self._compiler.fixed
+        assert fixed is not None
+        while True:
+            try:
+                with _capture(self._signature, args, kwargs, fixed):
+                    if torch.is_inference_mode_enabled():
+                        return self._call(*args, **kwargs)
+                    with torch.no_grad():
+                        return self._call(*args, **kwargs)
+            except BackendCompilerFailed as e:
+                if not isinstance(e.inner_exception, Specialize):
+                    raise
 
     def report(self) -> Report:
         """What was decided and done so far, as data (``to_dict()``) and text (``str()``)."""
@@ -117,7 +127,7 @@ def explain(
     check_torch()
     options = options or Options()
     session = Session()
-    compiler = Compiler(options, session, dry=True)
+    compiler = Compiler(options, session, dry=True, fixed={})
 
     class Stop(Exception):
         pass
@@ -132,8 +142,13 @@ def explain(
 
     call = torch.compile(model, backend=backend, fullgraph=True)
     try:
-        with torch.no_grad(), _capture(_signature(model), args, kwargs):
-            call(*args, **kwargs)
+        while True:
+            try:
+                with torch.no_grad(), _capture(_signature(model), args, kwargs, compiler.fixed or {}):
+                    call(*args, **kwargs)
+            except BackendCompilerFailed as e:
+                if not isinstance(e.inner_exception, Specialize):
+                    raise
     except Stop:
         pass
     except BackendCompilerFailed as e:
@@ -152,10 +167,19 @@ def _signature(model: Callable[..., Any]) -> inspect.Signature | None:
 
 @contextmanager
 def _capture(
-    signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: dict[str, set[int]],
 ) -> Iterator[None]:
-    """Dynamo settings for one call: ints stay symbolic, failures are loud."""
-    names = ",".join(_int_sources(signature, args, kwargs))
+    """Dynamo settings for one call: ints stay symbolic, failures are loud.
+
+    ``fixed``: ints taken as constants, with the values seen: one that changed is symbolic again.
+    """
+    ints = _int_sources(signature, args, kwargs)
+    for name in fixed.keys() & ints.keys():
+        fixed[name].add(ints[name])
+    names = ",".join(n for n in ints if len(fixed.get(n, ())) != 1)
     with (
         torch.compiler.config.patch(dynamic_sources=names),
         torch._dynamo.config.patch(
@@ -167,21 +191,21 @@ def _capture(
 
 def _int_sources(
     signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
-    """Dynamo's names of all Python ints among the arguments."""
+) -> dict[str, int]:
+    """Dynamo's names of all Python ints among the arguments, with their values."""
     if signature is None:
-        return []
+        return {}
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError:
-        return []  # the call itself will raise with the user's own message
-    out: list[str] = []
+        return {}  # the call itself will raise with the user's own message
+    out: dict[str, int] = {}
 
     def walk(name: str, value: Any, depth: int) -> None:
         if isinstance(value, bool) or depth > 4:
             return
         if isinstance(value, int):
-            out.append(name)
+            out[name] = value
         elif isinstance(value, dict):
             for k, v in value.items():
                 walk(f"{name}[{k!r}]", v, depth + 1)

@@ -72,6 +72,7 @@ class GraphReport:
 
 def _cache_nodes(gm: fx.GraphModule, indices: Sequence[int], result: Result) -> list[fx.Node]:
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    indices = [*indices, *(i.index for i in result.inputs if i.part is not None)]
     views = zip(result.rewritten.extras, result.rewritten.nodes, strict=True)
     return [nodes[i] for i in indices] + [n for e, n in views if e.kind == "view"]
 

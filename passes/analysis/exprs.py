@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 _STRIDE = 1 << 32
 
@@ -126,8 +128,9 @@ def evaluate(
     def arg(a: Any) -> Any:
         if isinstance(a, fx.Node):
             a = env[a]
-        if hasattr(a, "numpy"):
-            a = a.numpy()
+        if isinstance(a, torch.Tensor):
+            with _disable_current_modes():  # compile time has fake tensors in force
+                a = a.numpy()
         return a
 
     def go(e: SlotExpr) -> np.ndarray:

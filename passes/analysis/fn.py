@@ -102,7 +102,8 @@ class Fn:
 
     def arithmetic(self) -> int:
         """Number of ops that are more than layout."""
-        return sum(1 for f in _walk(self) if f.kind == "op" and f.target not in LAYOUT)
+        free = LAYOUT | PICKS
+        return sum(1 for f in _walk(self) if f.kind == "op" and f.target not in free)
 
 
 LAYOUT = {
@@ -117,6 +118,18 @@ LAYOUT = {
     aten.expand.default,
     aten.alias.default,
     aten.detach.default,
+}
+
+
+# Parts of a slot's features: views at read time, like layout, but they drop elements.
+PICKS = {
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.tensor_split.sections,
 }
 
 
@@ -244,6 +257,9 @@ def merge(a: Fn, b: Fn) -> Fn | None:
             entries = x.entries + tuple(e for e in y.entries if e not in x.entries)
             return Operand("table", entries, x.axes, x.shape, x.dtype, ("+", x.key, y.key))
         if isinstance(x, Fn) and isinstance(y, Fn):
+            if x.target is aten.empty_like.default or y.target is aten.empty_like.default:
+                # what was never written may as well be a function of the same slot
+                return y if x.target is aten.empty_like.default else x
             if (x.key, y.key) in memo:
                 return memo[x.key, y.key]
             if (x.kind, x.target, len(x.args), x.kwargs, x.dims, len(x.shape), x.dtype) != (
@@ -363,12 +379,17 @@ def substituting(old: Fn, rows: Any) -> Callable[[Fn], Any]:
     return lambda f: rows if f.key == old.key else None
 
 
-def invert_layout(fn: Fn, n: int, call: Call, value: Any) -> Any | None:
-    """From ``fn``'s layout back to raw's, for a pure layout ``fn``; None where it has no inverse."""
+def invert_layout(
+    fn: Fn, n: int, call: Call, value: Any, stop: Fn | None = None
+) -> Any | None:
+    """From ``fn``'s layout back to that of ``stop`` (raw), where only layout lies between.
+
+    None where there is no way back.
+    """
     chain: list[Fn] = []
     f = fn
-    while f.kind != "raw":
-        if not f.is_layout or f.target is aten.expand.default:
+    while f.kind != "raw" if stop is None else f.key != stop.key:
+        if f.kind != "op" or f.target not in LAYOUT or f.target is aten.expand.default:
             return None
         chain.append(f)
         f = f.children[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -38,6 +39,8 @@ class InputInfo:
     mutated: bool = False
     attribute: bool = False  # reached through a module attribute rather than a call argument
     parameter: bool = False
+    parent: InputInfo | None = None  # of which this is one part: see passes/normalize.py
+    part: tuple[int, int] | None = None  # (axis, index)
 
     @property
     def deps(self) -> Deps:
@@ -187,7 +190,8 @@ class HostProgram:
         def get(a: fx.Node) -> Any:
             return vals[info.key(a)]
 
-        with torch.no_grad():
+        # compile time has fake tensors and tracers in force; these values are real
+        with _disable_current_modes(), torch.no_grad():
             for node, key in self.steps:
                 if key in vals:
                     continue

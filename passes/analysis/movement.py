@@ -105,15 +105,21 @@ def _select(an: LocalAnalysis, node: fx.Node) -> Any:
     k = _axis(v, node.args[1], len(x))  # type: ignore[arg-type]
     if k is None:
         return None
+    return _frame(an, node, v, k, node.args[2], _shape(node))
+
+
+def _frame(
+    an: LocalAnalysis, node: fx.Node, v: SlotVal, k: int, index: Any, out: tuple[int, ...]
+) -> SlotVal:
+    """One frame of a cache with several slot axes; the frame axis goes."""
     if len(v.dims) == 1:
         raise NotLocal("one slot is taken out by itself")
-    index = node.args[2]
     _host_args(an, index)
     shape = [s for i, s in enumerate(v.expr.shape) if i != k]
     expr = an.exprs.make("select", (v.expr,), (k, index), shape)
-    # the frame axis is gone: as a function this is a reshape that drops an axis of one frame
     dims = tuple(v.dims[:-1])
-    fn = op_fn("op", aten.reshape.default, (v.fn, ()), {}, _shape(node), dims, v.fn.dtype, node)
+    # as a function of slots this is a reshape that drops an axis of one frame
+    fn = op_fn("op", aten.reshape.default, (v.fn, ()), {}, out, dims, v.fn.dtype, node)
     return type(v)(dims, expr, fn)
 
 
@@ -156,7 +162,15 @@ def _covers(start: Any, end: Any, step: Any, n: int) -> bool:
 
 
 def _feature_scatter(an: LocalAnalysis, node: fx.Node) -> Any:
-    raise NotLocal("part of a slot's features is overwritten")
+    """Part of every slot's features is overwritten, by a function of the same slot."""
+    bv, sv = an.val(node.args[0]), an.val(node.args[1])
+    if bv is None or sv is None:
+        raise NotLocal("part of a slot's features is overwritten")
+    if bv.expr.key != sv.expr.key:
+        raise NotLocal("different slots meet in one position")
+    if any(isinstance(a, fx.Node) for a in node.args[2:]):
+        raise NotLocal("a feature axis is cut at a changing place")
+    return an.op(node, bv.dims, bv.expr)
 
 
 def _copy(an: LocalAnalysis, node: fx.Node) -> Any:
@@ -196,7 +210,37 @@ def _cat(an: LocalAnalysis, node: fx.Node) -> Any:
 
 
 def _stack(an: LocalAnalysis, node: fx.Node) -> Any:
-    return None  # a stack makes a new axis: never the slots'
+    """Frames stacked on a new axis right before their slot axes: that axis enumerates slots too."""
+    parts: Any = node.args[0]
+    v = next((an.val(p) for p in parts if an.val(p) is not None), None)
+    if v is None:
+        return None
+    shape = _shape(node)
+    axis = int(_arg(node, 1, "dim", 0)) % len(shape)
+    if axis != v.dims[0] or len({an.val(p).expr.key for p in parts if an.val(p)}) <= 1 < len(parts):  # type: ignore[union-attr]
+        return None  # features of one slot, or K and V side by side
+    one = list(shape)
+    one[axis] = 1
+    dims = (axis, *(d + 1 for d in v.dims))
+    fn, exprs = None, []
+    for p in parts:
+        pv = an.val(p)
+        if pv is None:
+            continue
+        up = op_fn("op", aten.reshape.default, (pv.fn, ()), {}, one, dims, pv.fn.dtype, node)
+        fn = up if fn is None else merge(fn, up)
+        if fn is None or pv.dims != v.dims:
+            raise NotLocal("different work on different slots")
+    assert fn is not None
+    like = type(v)(dims, v.expr, fn)
+    for p in parts:
+        pv = an.val(p)
+        if pv is None:
+            exprs.append(an.rows(p, like, one, dims, fn.dtype))
+        else:
+            exprs.append(an.exprs.reshape(pv.expr, [1, *pv.expr.shape]))
+    expr = an.exprs.make("cat", exprs, (0,), [shape[d] for d in dims])
+    return type(v)(dims, expr, fn)
 
 
 def _pad(an: LocalAnalysis, node: fx.Node) -> Any:
@@ -333,9 +377,9 @@ def _split(an: LocalAnalysis, node: fx.Node) -> Any:
     k = _axis(v, _arg(node, SPLITS[node.target], "dim", 0), rank)
     if k is None:
         return None
-    if node.target is aten.unbind.int:
-        raise NotLocal("slots are taken apart one by one")
     outs, start, res = node.meta["val"], 0, []
+    if node.target is aten.unbind.int:
+        return [_frame(an, node, v, k, i, shapes.ints(o.shape)) for i, o in enumerate(outs)]
     for o in outs:
         shape = shapes.ints(o.shape)
         n = shape[v.dims[k]]
@@ -354,6 +398,7 @@ _RULES = {
     aten.select_scatter.default: _scatter,
     aten.copy.default: _copy,
     aten.cat.default: _cat,
+    aten.stack.default: _stack,
     aten.constant_pad_nd.default: _pad,
     aten.roll.default: _roll,
     aten.flip.default: _flip,

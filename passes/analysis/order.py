@@ -22,6 +22,7 @@ from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import (
     ALONG,
     COPIES,
+    LIKE,
     NORMS,
     REDUCE,
     is_pointwise,
@@ -100,6 +101,8 @@ class OrderAnalysis:
             return self._attention(node, ins, token)
         if t in (aten.bmm.default, aten.mm.default):
             return self._product(node, ins, token)
+        if t in LIKE:
+            return None
         if t in COPIES:
             return ins[node.args[0]]  # type: ignore[index]
         if t in LAYOUT:

@@ -89,6 +89,13 @@ ALONG = {
     aten.sort.default: 1,
 }
 NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.rms_norm.default)
+# Results that follow the shape of their argument and not its values.
+LIKE = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+)
 COPIES = (aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default)
 POINTWISE_EXTRA = {
     aten._to_copy.default,
@@ -217,7 +224,7 @@ class LocalAnalysis:
             return moved
         if self.raw_only:
             raise NotLocal("hoisting is switched off")
-        if is_pointwise(t):
+        if is_pointwise(t) or t in LIKE:
             return self._pointwise(node)
         if t in REDUCE:
             return self._reduce(node)
@@ -300,7 +307,7 @@ class LocalAnalysis:
         varies = any(a >= 0 and shape[a] != 1 for a in axes)
         if varies and any(a < 0 for a in axes):
             raise NotLocal("it is broadcast along some slot axes only")
-        if varies and tuple(shape[a] for a in axes) != expr.shape:
+        if varies and any(shape[a] not in (1, n) for a, n in zip(axes, expr.shape, strict=True)):
             raise NotLocal("it does not line up with the slots")
         role = "table" if varies or Deps.INT in deps else "const"
         if node in self.calibrated:

@@ -8,12 +8,20 @@ how torch's own lazy parameters turn into real ones.)
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
-_STATES: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+
+# These hand out memory that later reads of the tensor object do not go through.
+_EXPORTS = {
+    torch.Tensor.data_ptr,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.numpy,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.share_memory_,
+}
 
 # Asking for these tells nothing about the values.
 _METADATA = {
@@ -50,19 +58,33 @@ class RingCache(torch.Tensor):
         tree = torch.utils._pytree.tree_leaves((args, kwargs))
         for t in tree:
             if type(t) is RingCache:
-                restore(t)
+                restore(t, exported=func in _EXPORTS)
         return func(*args, **kwargs)
 
 
 def possible(t: torch.Tensor) -> bool:
-    """Whether the tensor object can be guarded: a plain tensor whose memory nobody else holds."""
+    """Whether nobody can look at the values but through this tensor object.
+
+    A view of the cache, taken before rtc owned it or while it was in order, shares its storage.
+    """
     if type(t) is RingCache:
-        return True
-    return type(t) is torch.Tensor and t._base is None
+        lift(t)
+    if type(t) is not torch.Tensor or t._base is not None:
+        return False
+    storage = t.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
 
 
-def put(t: torch.Tensor, state: Any) -> None:
-    _STATES[id(t)] = (weakref.ref(t), state)
+def _alone() -> int:
+    t = torch.zeros(1)
+    storage = t.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_ALONE = _alone()
+
+
+def put(t: torch.Tensor) -> None:
     t.__class__ = RingCache
 
 
@@ -70,16 +92,15 @@ def lift(t: torch.Tensor) -> None:
     """Make it a plain tensor again, values as they lie."""
     if type(t) is RingCache:
         t.__class__ = torch.Tensor
-        _STATES.pop(id(t), None)
 
 
-def restore(t: torch.Tensor) -> None:
-    """Put the slots back in order; the whole cohort follows."""
-    ref, state = _STATES[id(t)]
-    assert ref() is t
-    for r in state.refs:
-        other = r()
-        if other is not None:
+def restore(t: torch.Tensor, exported: bool = False) -> None:
+    """Put the slots back in order; all caches that move with it follow."""
+    from rtc.runtime.session import owners
+
+    lift(t)
+    for state in owners(t):
+        for other in state.tensors():
             lift(other)
-    state.materialize()
-    state.touched_outside()
+        state.materialize()
+        state.touched_outside(exported)

@@ -21,30 +21,49 @@ from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.layout import Fallback
-from rtc.runtime.state import CohortRuntime, CohortState, Counters, Prepared, layout_key, refresh
+from rtc.runtime.state import (
+    CohortRuntime,
+    CohortState,
+    Counters,
+    Handle,
+    Prepared,
+    layout_key,
+    refresh,
+)
 
-OWNERS: dict[int, CohortState] = {}
+# id of a user's tensor -> the states that keep (a part of) it
+OWNERS: dict[int, list[CohortState]] = {}
 
 
-def owner(t: torch.Tensor) -> CohortState | None:
-    """The state that keeps ``t``, if any."""
-    st = OWNERS.get(id(t))
-    if st is None or all(r() is not t for r in st.refs):
-        return None
-    return st
+def owners(t: Any) -> list[CohortState]:
+    """The states that keep ``t`` or parts of it."""
+    states = OWNERS.get(id(t)) if isinstance(t, torch.Tensor) else None
+    return [st for st in states if any(h.owner() is t for h in st.handles)] if states else []
+
+
+def owns(st: CohortState) -> bool:
+    """Whether ``st`` still keeps its caches: another graph may have taken them over."""
+    return st.alive and all(st in OWNERS.get(h.key[0], ()) for h in st.handles)
 
 
 def release(st: CohortState) -> None:
     """Give the caches back to the user, in order, and forget the views."""
-    live = [r() for r in st.refs]
-    if all(t is not None for t in live):
+    for t in st.tensors():
+        guard.lift(t)
+    if st.alive:
         st.materialize()
-    for t in live:
-        if t is not None:
-            guard.lift(t)
-            OWNERS.pop(id(t), None)
+    for h in st.handles:
+        _drop(h.key[0], st)
     st.storages.clear()
     st.classes.clear()
+
+
+def _drop(ident: int, st: CohortState) -> None:
+    rest = [s for s in OWNERS.get(ident, ()) if s is not st]
+    if rest:
+        OWNERS[ident] = rest
+    else:
+        OWNERS.pop(ident, None)
 
 
 @dataclass
@@ -65,10 +84,8 @@ class Session:
         if self.closed:
             raise StateError("this compiled model was closed: compile the model again")
         for st in self.states:
-            for r in st.refs:
-                t = r()
-                if t is not None:
-                    guard.lift(t)
+            for t in st.tensors():
+                guard.lift(t)
 
     def after_call(self) -> None:
         """Note versions (AOT's wrapper bumps them after the graph ran) and guard the caches."""
@@ -79,15 +96,16 @@ class Session:
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
         if OWNERS:
-            seen = {id(st): st for a in args if isinstance(a, torch.Tensor) and (st := owner(a))}
+            seen = {id(st): st for a in args for st in owners(a)}
             for st in seen.values():
                 st.check_versions()
 
     def after_graph(self) -> None:
         """Note versions once AOT's wrapper has run, and put the caches in order where asked."""
-        self.states = [st for st in self.states if st.storages or st.classes or _alive(st)]
+        self.states = [st for st in self.states if owns(st)]
         for st in self.touched:
-            st.record_versions()
+            if st.alive:
+                st.record_versions()
         self.touched.clear()
         if self.write_back:
             for st in self.states:
@@ -95,16 +113,21 @@ class Session:
 
     def guard_all(self) -> None:
         for st in self.states:
-            live = [r() for r in st.refs]
-            if any(t is None for t in live) or OWNERS.get(st.ids[0]) is not st:
-                continue
+            live = st.tensors()
             # a tensor without a version counter is guarded in any order: writes must be seen
-            if not st.in_order or any(t.is_inference() for t in live):  # type: ignore[union-attr]
-                if self.write_back or not all(guard.possible(t) for t in live):  # type: ignore[arg-type]
-                    st.materialize()
-                else:
-                    for t in live:
-                        guard.put(t, st)  # type: ignore[arg-type]
+            if st.in_order and not any(t.is_inference() for t in live):
+                continue
+            if self.write_back:
+                st.materialize()
+            elif st.exported or not all(guard.possible(t) for t in live):
+                st.materialize()
+                self.note(
+                    "caches are put in order after every call: something else holds their memory "
+                    "(a view, a detached or NumPy alias, a state_dict), or they are not plain tensors"
+                )
+            else:
+                for t in live:
+                    guard.put(t)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -112,8 +135,8 @@ class Session:
 
     def materialize(self) -> None:
         for st in self.states:
-            if OWNERS.get(st.ids[0]) is st:
-                for t in st.caches():
+            if owns(st):
+                for t in st.tensors():
                     guard.lift(t)
                 st.materialize()
 
@@ -124,14 +147,9 @@ class Session:
 
     def close(self) -> None:
         for st in self.states:
-            if OWNERS.get(st.ids[0]) is st:
-                release(st)
+            release(st)
         self.states.clear()
         self.closed = True
-
-
-def _alive(st: CohortState) -> bool:
-    return all(r() is not None for r in st.refs)
 
 
 class ConstEval:
@@ -170,6 +188,7 @@ class GraphRuntime:
             for i, c in enumerate(plan.cohorts)
             if c.order != "plain"
         ]
+        self.parts = [i for i in self.inputs if i.part is not None]
         roots: set[fx.Node] = set()
         for c in self.cohorts:
             roots |= plan.host_roots(c.cohort)
@@ -177,7 +196,7 @@ class GraphRuntime:
         self.const = ConstEval({i.node: i for i in inputs}, lambda n: getattr(gm, n))
         self.const_inputs = self._const_inputs()
         self._cpu: dict[int, tuple[Any, torch.Tensor]] = {}
-        managed = {i for c in self.cohorts for i in c.inputs}
+        managed = {h for c in self.cohorts for h in c.inputs}
         self.others = [
             i.index for i in inputs if not i.is_int and not i.parameter and i.index not in managed
         ]
@@ -204,14 +223,10 @@ class GraphRuntime:
         args.clear()
         states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
         try:
-            for i in self.others:
-                t = args_in[i]
-                if OWNERS and isinstance(t, torch.Tensor) and owner(t) is not None:
-                    st = owner(t)
-                    assert st is not None
-                    st.materialize()  # the graph reads it plainly
-                    if self.inputs[i].mutated:
-                        self.session.touched = [s for s in self.session.touched if s is not st]
+            for i in self.others if OWNERS else ():
+                for st in owners(args_in[i]):
+                    st.materialize()  # the graph uses it plainly
+            args_in += [_cut(args_in[i.parent.index], i.part) for i in self.parts]  # type: ignore[union-attr]
             env = self._env(args_in)
             memo: dict[Any, Any] = {}
             self.const.args = args_in
@@ -247,13 +262,17 @@ class GraphRuntime:
         self.session.note(f"a call took the plain path: {reason}")
         for c in self.cohorts:
             for i in c.inputs:
-                st = owner(args[i])
-                if st is not None:
+                for st in owners(self._tensor(args, i)):
                     st.materialize()
                     st.invalidate()
                     if st not in self.session.touched:
                         self.session.touched.append(st)
-        return self.plain(args)
+        return self.plain(args[: len(self.inputs) - len(self.parts)])
+
+    def _tensor(self, args: list[Any], index: int) -> torch.Tensor:
+        """The user's tensor behind an input."""
+        info = self.inputs[index]
+        return args[info.index if info.parent is None else info.parent.index]
 
     def _env(self, args: list[Any]) -> dict[fx.Node, Any]:
         ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
@@ -277,24 +296,27 @@ class GraphRuntime:
         return tuple(out)
 
     def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
-        caches = [args[i] for i in c.inputs]
+        handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
         key = layout_key(c.cohort)
-        st = owner(caches[0])
-        ids = tuple(id(t) for t in caches)
-        if st is not None and st.ids == ids and st.key == key:
-            return st
-        for t in caches:
-            have = owner(t)
-            if have is not None:
-                release(have)
-            if not t.is_contiguous() and len(c.cohort.caches[0].dims) > 1:
+        ids = tuple(h.key for h in handles)
+        users = list({h.key[0]: self._tensor(args, i) for h, i in zip(handles, c.inputs, strict=True)}.values())
+        for t in users:
+            for st in owners(t):
+                if st.ids == ids and st.key == key:
+                    return st
+        for t, h in ((self._tensor(args, i), h) for h, i in zip(handles, c.inputs, strict=True)):
+            for st in owners(t):
+                if h.key in st.ids or h.part is None:
+                    release(st)
+        for i in c.inputs:
+            if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():
                 raise Fallback("a cache with several slot axes is not contiguous")
-        st = CohortState(c.cohort, caches, self.session.counters)
+        st = CohortState(c.cohort, handles, self.session.counters)
         st.record_versions()
-        for t in caches:
-            OWNERS[id(t)] = st
+        for t in users:
+            OWNERS.setdefault(id(t), []).append(st)
             weakref.finalize(t, _forget, id(t), weakref.ref(st))
-        self.session.states = [s for s in self.session.states if OWNERS.get(s.ids[0]) is s]
+        self.session.states = [s for s in self.session.states if owns(s)]
         self.session.states.append(st)
         return st
 
@@ -319,9 +341,14 @@ class GraphRuntime:
         return value if value.device == device else value.to(device, non_blocking=True)
 
 
-def _forget(ident: int, st: weakref.ref[CohortState]) -> None:
-    state = st()
-    if OWNERS.get(ident) is state:
-        OWNERS.pop(ident, None)
-    if state is not None:
-        state.storages.clear()
+def _cut(tensor: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
+    assert part is not None
+    return tensor.narrow(part[0], part[1], 1)
+
+
+def _forget(ident: int, ref: weakref.ref[CohortState]) -> None:
+    """A cache tensor died: its state goes with it."""
+    st = ref()
+    if st is not None:
+        _drop(ident, st)
+        st.storages.clear()

@@ -26,6 +26,24 @@ from rtc.runtime.layout import Fallback, Placement
 from rtc.runtime.tables import TableReader, changed
 
 
+class Handle:
+    """A cache by weak reference: a tensor of the user's, or one part of a stacked one."""
+
+    def __init__(self, tensor: torch.Tensor, part: tuple[int, int] | None) -> None:
+        self.ref, self.part = weakref.ref(tensor), part
+        self.key = (id(tensor), part)
+
+    def owner(self) -> torch.Tensor | None:
+        """The user's tensor, or None if it is gone."""
+        return self.ref()
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.part is None:
+            return tensor
+        with torch.no_grad():
+            return tensor.narrow(self.part[0], self.part[1], 1)
+
+
 @dataclass
 class ClassState:
     """Views with equal work and equal tables: which content each place holds, with which rows."""
@@ -61,10 +79,10 @@ class Counters:
 class CohortState:
     """State for one tuple of cache tensors, shared by all graphs that lay it out alike."""
 
-    def __init__(self, cohort: Cohort, caches: Sequence[torch.Tensor], counters: Counters) -> None:
+    def __init__(self, cohort: Cohort, handles: Sequence[Handle], counters: Counters) -> None:
         self.key = layout_key(cohort)
-        self.refs = [weakref.ref(t) for t in caches]
-        self.ids = tuple(id(t) for t in caches)
+        self.handles = list(handles)
+        self.ids = tuple(h.key for h in handles)
         self.dims = [c.dims for c in cohort.caches]
         self.counters = counters
         self.unified = cohort.unified
@@ -80,25 +98,35 @@ class CohortState:
         for j, v in enumerate(cohort.views):
             if cohort.unified and v.raw:
                 continue
-            dev = caches[v.cache].device
+            dev = cohort.caches[v.cache].info.node.meta["val"].device
             self.storages[j] = torch.empty(v.storage_shape(cap), dtype=v.fn.dtype, device=dev)
             self.axes[j] = v.axis
             self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
-        self.versions: list[int | None] = [None] * len(caches)
+        self.versions: list[int | None] = [None] * len(handles)
+        self.exported = False  # its memory was handed out: it must stay in order
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: Any = None
         counters.imports += 1
 
     # -- the user's tensors --------------------------------------------------------------------
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The user's live tensors, each once."""
+        live = {id(t): t for h in self.handles if (t := h.owner()) is not None}
+        return list(live.values())
+
+    @property
+    def alive(self) -> bool:
+        return all(h.owner() is not None for h in self.handles)
+
     def caches(self) -> list[torch.Tensor]:
-        out = [r() for r in self.refs]
-        if any(t is None for t in out):
+        """The caches (parts cut out of stacked tensors), in the cohort's order."""
+        if not self.alive:
             raise StateError(
                 "a cache tensor was freed while rtc kept its state: hold the tensors for as long as "
                 "the compiled model runs on them, or call compiled.close() first"
             )
-        return out  # type: ignore[return-value]
+        return [h.cut(h.owner()) for h in self.handles]  # type: ignore[arg-type]
 
     @property
     def in_order(self) -> bool:
@@ -109,7 +137,9 @@ class CohortState:
         """The cache with its slot axes as one, sharing memory."""
         if len(dims) == 1:
             return cache
-        return cache.view(*cache.shape[: dims[0]], -1, *cache.shape[dims[-1] + 1 :])
+        shape = (*cache.shape[: dims[0]], -1, *cache.shape[dims[-1] + 1 :])
+        with torch.no_grad():
+            return cache.view(shape)
 
     def materialize(self) -> None:
         """Put the caches into the program's own order; views stay valid."""
@@ -161,8 +191,9 @@ class CohortState:
             self.invalidate()
             break
 
-    def touched_outside(self) -> None:
+    def touched_outside(self, exported: bool) -> None:
         """An operation outside rtc had one of the caches as an argument."""
+        self.exported |= exported
         self.dirty |= any(t.is_inference() for t in self.caches())
 
     def record_versions(self) -> None:

@@ -40,7 +40,7 @@ class TableReader:
         out: torch.Tensor | None = None
         missing = np.ones(len(ids), dtype=bool)
         for node, entry in op.entries:
-            flat = self._flat(env[node])
+            flat = self._flat(env[node], entry.shape)
             if entry.key == expr.key:
                 return flat
             have = evaluate(entry, env, memo).ravel()
@@ -57,9 +57,13 @@ class TableReader:
             raise Fallback("a slot is read past the work that applies to it")
         return out
 
-    def _flat(self, val: torch.Tensor) -> torch.Tensor:
+    def _flat(self, val: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
         axes = self.operand.axes
         assert axes is not None
+        shape = list(val.shape)
+        for a, n in zip(axes, slots, strict=True):
+            shape[a] = n
+        val = val.expand(shape)
         rest = [d for d in range(val.dim()) if d not in axes]
         n = int(np.prod([val.shape[a] for a in axes]))
         return val.permute(*axes, *rest).reshape(n, -1)

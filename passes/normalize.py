@@ -1,0 +1,221 @@
+"""Put a functional graph into the form that the analysis reads: same meaning, fewer spellings.
+
+* ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
+* A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
+  ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
+  and values may move and be read differently.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rtc.passes.analysis.host import InputInfo
+
+aten = torch.ops.aten
+
+_FILLS = {
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_full.default: None,
+}
+
+
+def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
+    """Normalise ``gm`` in place; the inputs, with parts of stacked caches appended."""
+    _fills(gm)
+    out = list(inputs)
+    for info in inputs:
+        if info.mutated and not info.is_int:
+            out += _unstack(gm, info, len(out))
+    gm.graph.lint()
+    return out
+
+
+def _fills(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target not in _FILLS:
+            continue
+        val = node.meta["val"]
+        fill = _FILLS[node.target]
+        fill = node.args[2] if fill is None else fill
+        if not all(isinstance(s, int) for s in val.shape) or isinstance(fill, fx.Node):
+            continue
+        with gm.graph.inserting_before(node):
+            kw = {"dtype": val.dtype, "device": val.device}
+            new = gm.graph.call_function(aten.full.default, (list(val.shape), fill), kw)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+
+
+class _GiveUp(Exception):
+    pass
+
+
+def _unstack(gm: fx.GraphModule, info: InputInfo, first: int) -> list[InputInfo]:
+    axis = _stack_axis(gm, info)
+    if axis is None:
+        return []
+    try:
+        return _Splitter(gm, info, axis, first).run()
+    except _GiveUp:
+        return []
+
+
+def _stack_axis(gm: fx.GraphModule, info: InputInfo) -> int | None:
+    """The axis of which single parts are stored, if there is one and it is short."""
+    rank = info.node.meta["val"].dim()
+    stored = [u for u in gm.graph.nodes if u.target is aten.copy_.default and u.args[0] is info.node]
+    seen: set[fx.Node] = set()
+    stack = [n for u in stored for n in (u.args[1],) if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node in seen or node is info.node:
+            continue
+        seen.add(node)
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor) or val.shape != info.node.meta["val"].shape:
+            continue
+        if node.target is aten.select_scatter.default:
+            axis = int(node.args[2]) % rank  # type: ignore[call-overload]
+            if isinstance(node.args[3], int) and info.node.meta["val"].shape[axis] <= 8:
+                return axis
+        stack.extend(node.all_input_nodes)
+    return None
+
+
+class _Splitter:
+    """Splits the cone of one stacked input into parts; all or nothing (built, then swapped in)."""
+
+    def __init__(self, gm: fx.GraphModule, info: InputInfo, axis: int, first: int) -> None:
+        self.gm, self.info, self.axis, self.first = gm, info, axis, first
+        self.n = int(info.node.meta["val"].shape[axis])
+        self.parts: dict[fx.Node, list[fx.Node]] = {}
+
+    def run(self) -> list[InputInfo]:
+        whole, swaps, stores = self._plan()
+        graph, fakes = self.gm.graph, self.info.node.meta["val"]
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        infos, nodes = [], []
+        for i in range(self.n):
+            with graph.inserting_after(last):
+                node = last = graph.placeholder(f"{self.info.node.name}_part{i}")
+            with fakes.fake_mode:
+                node.meta = {"val": fakes.narrow(self.axis, i, 1).clone()}
+            nodes.append(node)
+            infos.append(
+                InputInfo(
+                    self.first + i, node, f"{self.info.source}[{':, ' * self.axis}{i}]", mutated=True,
+                    attribute=self.info.attribute, parent=self.info, part=(self.axis, i),
+                )
+            )  # fmt: skip
+        self.parts[self.info.node] = nodes
+        for node in whole:
+            with graph.inserting_before(node):
+                self.parts[node] = [self._part(node, i) for i in range(self.n)]
+        for node, i in swaps:
+            src: Any = node.args[0]
+            if src.target is aten.unbind.int:
+                src = src.args[0]
+            x = self.parts[src][i]
+            with graph.inserting_before(node):
+                new = self._call(node, aten.squeeze.dim, (x, self.axis))
+            node.replace_all_uses_with(new)
+        for store in stores:
+            with graph.inserting_before(store):
+                for base, part in zip(nodes, self.parts[store.args[1]], strict=True):  # type: ignore[index]
+                    self._call(store, aten.copy_.default, (base, part))
+            graph.erase_node(store)
+        graph.eliminate_dead_code(_keep)
+        return infos
+
+    def _plan(self) -> tuple[list[fx.Node], list[tuple[fx.Node, int]], list[fx.Node]]:
+        """Whole-stack values in order, reads of one part, and the stores. Raises _GiveUp."""
+        whole: list[fx.Node] = []
+        swaps: list[tuple[fx.Node, int]] = []
+        stores: list[fx.Node] = []
+        known = {self.info.node}
+        unbound: set[fx.Node] = set()
+        for node in self.gm.graph.nodes:
+            ins = [a for a in node.all_input_nodes if a in known or a in unbound]
+            if not ins:
+                continue
+            t = node.target
+            if t is operator.getitem and node.args[0] in unbound:
+                swaps.append((node, int(node.args[1])))  # type: ignore[call-overload]
+            elif t is aten.select.int and self._at(node, 1) == self.axis:
+                swaps.append((node, int(node.args[2]) % self.n))  # type: ignore[call-overload]
+            elif t is aten.unbind.int and self._at(node, 1) == self.axis:
+                unbound.add(node)
+            elif t is aten.copy_.default and node.args[0] is self.info.node:
+                stores.append(node)
+            elif self._splits(node):
+                known.add(node)
+                whole.append(node)
+            else:
+                raise _GiveUp
+        return whole, swaps, stores
+
+    def _at(self, node: fx.Node, pos: int) -> int:
+        rank = self.info.node.meta["val"].dim()
+        return (int(node.args[pos]) if len(node.args) > pos else 0) % rank  # type: ignore[call-overload]
+
+    def _splits(self, node: fx.Node) -> bool:
+        t = node.target
+        if t in (aten.clone.default, aten.copy.default):
+            return True
+        if t is aten.select_scatter.default:
+            return self._at(node, 2) == self.axis and isinstance(node.args[3], int)
+        if t is aten.slice.Tensor:
+            return self._at(node, 1) != self.axis
+        if t is aten.slice_scatter.default:
+            return self._at(node, 2) != self.axis
+        if t is aten.cat.default:
+            return self._at(node, 1) != self.axis
+        if t is aten.roll.default:
+            rank = self.info.node.meta["val"].dim()
+            dims = node.args[2] if len(node.args) > 2 else []
+            return bool(dims) and all(int(d) % rank != self.axis for d in dims)  # type: ignore[union-attr,call-overload]
+        return False
+
+    def _part(self, node: fx.Node, i: int) -> fx.Node:
+        t = node.target
+        if t is aten.select_scatter.default:
+            if int(node.args[3]) % self.n != i:  # type: ignore[call-overload]
+                return self._of(node.args[0], i)
+            return self._call(node, aten.unsqueeze.default, (node.args[1], self.axis))
+        args = fx.node.map_arg(node.args, lambda a: self._of(a, i))
+        return self._call(node, t, args, dict(node.kwargs))
+
+    def _of(self, a: Any, i: int) -> fx.Node:
+        """Part ``i`` of an argument: known, or cut from a tensor of the full rank."""
+        if a in self.parts:
+            return self.parts[a][i]
+        val = a.meta["val"]
+        rank = self.info.node.meta["val"].dim()
+        if not isinstance(val, torch.Tensor) or val.dim() != rank or val.shape[self.axis] == 1:
+            return a
+        return self._call(a, aten.slice.Tensor, (a, self.axis, i, i + 1))
+
+    def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        node = self.gm.graph.call_function(target, tuple(args), kwargs or {})
+        vals = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.info.node.meta["val"].fake_mode, torch.no_grad():
+            node.meta["val"] = target(*vals[0], **vals[1])
+        if "stack_trace" in like.meta:
+            node.meta["stack_trace"] = like.meta["stack_trace"]
+        return node
+
+
+def _keep(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    t = node.target
+    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
