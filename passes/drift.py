@@ -1,22 +1,174 @@
 """What will the tables do? A look ahead on the host, before anything is compiled.
 
 Every int input is advanced by one a call, from the first call's values, and the tables of each view
-class are evaluated as the runtime will. A kept slot whose row changes must be rewritten, or its
-change folded into the queries, if it is one rotation common to (nearly) all slots.
+class are read as the runtime will read them. A kept slot whose row changes must be computed again,
+unless the change is one rotation common to most slots: then the queries are turned instead, and only
+the other slots (the sink) are computed again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from rtc.passes.plan import CachePlan, Cohort, Refusal
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rtc.passes.analysis.exprs import evaluate
+from rtc.passes.analysis.host import HostProgram
+from rtc.passes.analysis.layout import Fallback
+from rtc.passes.analysis.tables import TableReader, changed
+from rtc.passes.plan import CachePlan, Cohort, Refusal, View
+from rtc.passes.rotation import Rotation, find, score_axis
+
+LOOK_AHEAD = 100  # calls; the published model resets its positions every 42
+# Above this share of kept slots to compute again in most calls, hoisting would save nothing.
+TOO_MANY = 0.5
 
 
 @dataclass
 class Drift:
+    """``rotations``: view class -> rotation, for classes that turn within the look-ahead."""
+
     refusal: Refusal | None = None
     notes: list[str] = field(default_factory=list)
+    rotations: dict[str, Rotation] = field(default_factory=dict)
+
+
+@dataclass
+class Turn:
+    """One call's change of a class: the common rotation, and the slots that do not share it."""
+
+    common: np.ndarray  # [D] complex
+    odd: np.ndarray  # mask over kept slots
+
+
+def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
+    """The rotation that most kept slots share between two sets of turns [n, D], or None.
+
+    ``eps``: precision of the tables. None where no candidate is a pure rotation.
+    """
+    tol = 256 * eps
+    live = np.abs(old) > 1e-6
+    ratio = np.where(live, new / np.where(live, old, 1.0), 1.0)
+    pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (np.abs(new) <= 1e-6)).all(1)
+    best: Turn | None = None
+    # first, last, middle and quarter points: a turn shared by most slots shows at one of them
+    for i in sorted({int(q * (len(old) - 1)) for q in (0.0, 0.25, 0.5, 0.75, 1.0)}):
+        if not pure[i]:
+            continue
+        odd = (np.abs(ratio - ratio[i]) > tol).any(1) | ~pure
+        if best is None or odd.sum() < best.odd.sum():
+            best = Turn(ratio[i] / np.abs(ratio[i]), odd)
+    return best
 
 
 def drift(plan: CachePlan, cohort: Cohort) -> Drift:
-    return Drift()
+    """Look ahead for every view class of a cohort."""
+    with _disable_current_modes(), torch.no_grad():  # compile time has fake tensors in force
+        return _drift(plan, cohort)
+
+
+def _drift(plan: CachePlan, cohort: Cohort) -> Drift:
+    out = Drift()
+    classes: dict[str, View] = {}
+    for v in cohort.views:
+        if v.tables():
+            classes.setdefault(v.klass, v)
+    if not classes:
+        return out
+    nodes = {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()}
+    for v in classes.values():
+        nodes |= {n for o in v.tables() for n, _ in o.entries}
+    host = HostProgram(plan.host, nodes)
+    if host.const_inputs:
+        # the module's own tables: their values are not there yet at compile time
+        out.notes.append("tables come from module attributes: changes are followed at run time")
+        for klass, v in classes.items():
+            rot = _foldable(cohort, klass, v)
+            if rot is not None and host.int_inputs:
+                out.rotations[klass] = rot
+        return out
+    if not host.int_inputs:
+        return out
+    for klass, v in classes.items():
+        _look(plan, cohort, klass, v, host, out)
+    return out
+
+
+def _look(
+    plan: CachePlan, cohort: Cohort, klass: str, v: View, host: HostProgram, out: Drift
+) -> None:
+    readers = [TableReader(o) for o in v.tables()]
+    expr = next(e for e in reversed(cohort.reads) if any(u[2].expr.key == e.key for u in v.uses))
+    rot = _foldable(cohort, klass, v)
+    before: tuple[np.ndarray, list[torch.Tensor]] | None = None
+    heavy = moved = folded = calls = 0
+    odd_slots = 0
+    for t in range(LOOK_AHEAD):
+        env = host.run({n: x + t for n, x in plan.sample.items()}, {})
+        memo: dict[Any, Any] = {}
+        try:
+            ids = evaluate(expr, env, memo).ravel()
+            rows = [r.rows(expr, ids, env, memo) for r in readers]
+        except (Fallback, IndexError):
+            break
+        if before is not None:
+            at, old = before
+            kept = (ids >= 0) & (at[np.maximum(ids, 0)] >= 0)
+            src = torch.from_numpy(at[np.maximum(ids, 0)][kept])
+            pick = torch.from_numpy(np.nonzero(kept)[0])
+            have, want = [r[src] for r in old], [r[pick] for r in rows]
+            bad = np.zeros(int(kept.sum()), dtype=bool)
+            for a, b in zip(have, want, strict=True):
+                bad |= changed(a, b)
+            if bad.any():
+                moved += 1
+                left = bad
+                if rot is not None:
+                    eps = max(torch.finfo(r.dtype).eps for r in rows)
+                    turn = common_turn(rot.turns(have), rot.turns(want), eps)
+                    if turn is not None and turn.odd.sum() < bad.sum():
+                        folded += 1
+                        left = turn.odd
+                odd_slots = max(odd_slots, int(left.sum()))
+                heavy += left.sum() > TOO_MANY * len(left)
+            calls += 1
+        stored = evaluate(cohort.commit, env, memo).ravel()
+        before = (_positions(ids, stored), rows)
+    if heavy > calls / 2:
+        tables = ", ".join(o.node.name for o in v.tables())
+        out.refusal = Refusal.at(
+            f"the table rows of most kept slots change from call to call, and not by one common "
+            f"rotation ({tables})",
+            v.uses[0][0],
+        )
+        return
+    if folded and rot is not None:
+        out.rotations[klass] = rot
+        out.notes.append(
+            f"positions turn in {moved} of {calls} coming calls: folded into the queries in {folded}, "
+            f"at most {odd_slots} slots computed again in one call"
+        )
+    elif moved:
+        out.notes.append(
+            f"table rows change in {moved} of {calls} coming calls: at most {odd_slots} slots "
+            "computed again in one call"
+        )
+
+
+def _positions(read: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """For each stored slot, the position at which the read held it, or -1."""
+    order = np.argsort(read, kind="stable")
+    pos = np.minimum(np.searchsorted(read, stored, sorter=order), len(read) - 1)
+    at = order[pos]
+    return np.where(read[at] == stored, at, -1)
+
+
+def _foldable(cohort: Cohort, klass: str, v: View) -> Rotation | None:
+    """The class's rotation, if every use of every view of the class contracts with a query."""
+    for w in cohort.views:
+        if w.klass == klass and any(score_axis(w, u) is None for u in w.uses):
+            return None
+    return find(v)

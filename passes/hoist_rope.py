@@ -53,6 +53,7 @@ def run(ctx: Context) -> Outcome:
             found = drift(ctx.plan, cohort)
             refusal = found.refusal
             out.notes += found.notes
+            cohort.rotations = found.rotations
         if refusal is not None:
             cohort.refuse("hoist_rope", refusal)
             out.refused += [refusal] * len(work)

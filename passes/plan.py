@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, struct
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import LocalAnalysis, RowSource, SlotVal, shape_of
+
+if TYPE_CHECKING:
+    from rtc.passes.rotation import Rotation
 
 aten = torch.ops.aten
 
@@ -47,7 +50,6 @@ class View:
     fn: Fn
     uses: list[tuple[fx.Node, fx.Node, SlotVal]]  # (node, user, value of node)
     klass: str = ""  # structural key with the tables' host keys: equal classes share table rows
-    fold: bool = False  # queries are rotated into the view's frame
 
     @property
     def raw(self) -> bool:
@@ -107,6 +109,7 @@ class Cohort:
     events: list[Event] = field(default_factory=list)
     stored: Event | None = None  # the commit
     unified: bool = False  # one placement for caches and views
+    rotations: dict[str, Rotation] = field(default_factory=dict)  # view classes that are folded
 
     @property
     def slots(self) -> int:

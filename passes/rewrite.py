@@ -43,7 +43,8 @@ class Extra:
 
     kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows of
     a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an operand
-    permuted into slot order), "fold" and "unfold" (cosine and sine of a view class's frame).
+    permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by which
+    queries and fresh rows of a view class are turned).
     """
 
     kind: str
@@ -98,13 +99,11 @@ def _outer_entry(source: RowSource, fn: Fn) -> RowEntry | None:
 class Rewriter:
     """Rewrites one graph for all cohorts that a pass has put into an order."""
 
-    def __init__(self, gm: fx.GraphModule, plan: CachePlan, cuts: dict[Any, Any] | None = None) -> None:
+    def __init__(self, gm: fx.GraphModule, plan: CachePlan) -> None:
         self.gm, self.graph, self.plan = gm, gm.graph, plan
         self.out = Rewritten()
         self._last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         self._extra: dict[Any, fx.Node] = {}
-        self._folds: dict[Any, fx.Node] = {}
-        self.permutations = cuts or {}
 
     def run(self) -> Rewritten:
         for i, cohort in enumerate(self.plan.cohorts):
@@ -192,8 +191,8 @@ class Rewriter:
                         made[node] = self._read(node, v, val, held, cohort.capacity)
             for j, v, (node, user, _) in uses:
                 user.replace_input_with(node, made[node])
-                if v.fold:
-                    self._fold_query(i, j, v, node, made[node], user)
+                if v.klass in cohort.rotations:
+                    self._fold_query(i, v, made[node], user)
         with self.graph.inserting_before(end):
             if epilogue:
                 if not cohort.unified:
@@ -294,9 +293,16 @@ class Rewriter:
                 Extra("table", i, e, k, j, num, shape=o.rows_shape(m), dtype=o.dtype), device
             )
 
-        out = emit(view.fn, m, self.call, substituting(leaf, value), operand)
-        if view.fold:
-            out = self._rotate(out, Extra("unfold", i, view=first_of_class(cohort, view)), view)
+        given = substituting(leaf, value)
+        rot = cohort.rotations.get(view.klass)
+
+        def framed(f: Fn) -> Any:
+            if rot is None or f.key != rot.at.key:
+                return given(f)
+            x = emit(f, m, self.call, given, operand)
+            return self._rotate(x, "unfold", i, view)
+
+        out = emit(view.fn, m, self.call, framed, operand)
         return self._as(out, view.storage_shape(m))
 
     def _entry(self, entry: RowEntry, source: RowSource) -> fx.Node:
@@ -324,39 +330,38 @@ class Rewriter:
 
     # -- frames and biases ---------------------------------------------------------------------
 
-    def _rotate(self, x: fx.Node, e: Extra, view: View) -> fx.Node:
+    def _rotate(self, x: fx.Node, kind: str, i: int, view: View) -> fx.Node:
         """x * c + x[perm] * s along the last axis: one rotation for all rows."""
-        perm = self.permutations[view.klass]
-        d = len(perm)
-        dev, dtype = x.meta["val"].device, x.meta["val"].dtype
+        cohort = self.plan.cohorts[i]
+        lead, val = first_of_class(cohort, view), x.meta["val"]
+        d, last, dev = len(cohort.rotations[view.klass].perm), val.dim() - 1, val.device
+        # half precision would turn by the wrong angle
+        dtype = val.dtype if val.dtype in (torch.float32, torch.float64) else torch.float32
+        y = x if dtype == val.dtype else self.call(aten._to_copy.default, (x,), {"dtype": dtype})
         c, s = (
-            self.extra(Extra(e.kind, e.cohort, view=e.view, operand=q, shape=(d,), dtype=dtype), dev)
+            self.extra(Extra(kind, i, view=lead, operand=q, shape=(d,), dtype=dtype), dev)
             for q in (0, 1)
         )
-        idx = self.extra(Extra("perm", e.cohort, view=e.view, shape=(d,)), dev)
-        swapped = self.call(aten.index_select.default, (x, len(x.meta["val"].shape) - 1, idx), {})
-        a = self.call(aten.mul.Tensor, (x, c), {})
+        idx = self.extra(Extra("perm", i, view=lead, shape=(d,)), dev)
+        swapped = self.call(aten.index_select.default, (y, last, idx), {})
+        a = self.call(aten.mul.Tensor, (y, c), {})
         b = self.call(aten.mul.Tensor, (swapped, s), {})
-        return self.call(aten.add.Tensor, (a, b), {})
+        out = self.call(aten.add.Tensor, (a, b), {})
+        if dtype != val.dtype:
+            out = self.call(aten._to_copy.default, (out,), {"dtype": val.dtype})
+        return out
 
-    def _fold_query(
-        self, i: int, j: int, v: View, node: fx.Node, new: fx.Node, user: fx.Node
-    ) -> None:
-        cohort = self.plan.cohorts[i]
-        pos, axis = query_operand(user, new)
+    def _fold_query(self, i: int, v: View, key: fx.Node, user: fx.Node) -> None:
+        """Turn the query that meets ``key`` in ``user`` into the frame of the view's class."""
+        pos, axis = query_operand(user, key)
         q = user.args[pos]
         assert isinstance(q, fx.Node)
-        key = (q, first_of_class(cohort, v), i)
-        if key not in self._folds:
-            with self.graph.inserting_before(user):
-                x = q
-                if axis != len(q.meta["val"].shape) - 1:
-                    x = self.call(aten.transpose.int, (q, axis, -1), {})
-                x = self._rotate(x, Extra("fold", i, view=first_of_class(cohort, v)), v)
-                if axis != len(q.meta["val"].shape) - 1:
-                    x = self.call(aten.transpose.int, (x, axis, -1), {})
-            self._folds[key] = x
-        user.update_arg(pos, self._folds[key])
+        with self.graph.inserting_before(user):
+            last = q.meta["val"].dim() - 1
+            x = q if axis == last else self.call(aten.transpose.int, (q, axis, last), {})
+            x = self._rotate(x, "fold", i, v)
+            x = x if axis == last else self.call(aten.transpose.int, (x, axis, last), {})
+        user.update_arg(pos, x)
 
     def _biases(self, i: int, cohort: Cohort) -> None:
         if cohort.order != "ring":

@@ -20,7 +20,7 @@ from rtc.passes.analysis.host import HostProgram, InputInfo
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
-from rtc.runtime.layout import Fallback
+from rtc.passes.analysis.layout import Fallback
 from rtc.runtime.state import (
     CohortRuntime,
     CohortState,
@@ -329,7 +329,7 @@ class GraphRuntime:
                 if v.klass == r.klass and j in st.storages:
                     with torch.no_grad():
                         refresh(st, v, j, caches[v.cache], src, r.at, r.rows, c.readers[r.klass],
-                                self.const)  # fmt: skip
+                                self.const, c.cohort.rotations.get(r.klass), r.frame)  # fmt: skip
             st.counters.refreshed_slots += len(r.cids)
 
     def _extra(self, e: Extra, states: list[Any], args: list[Any]) -> torch.Tensor:

@@ -19,11 +19,13 @@ from torch import fx
 
 from rtc.errors import StateError
 from rtc.passes.analysis.exprs import evaluate, split_row_ids
-from rtc.passes.analysis.fn import Operand, emit, raw_fn, structural_key, with_slots
+from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, structural_key, with_slots
+from rtc.passes.drift import common_turn
 from rtc.passes.plan import Cohort, Event, View
 from rtc.passes.rewrite import Extra, first_of_class
-from rtc.runtime.layout import Fallback, Placement
-from rtc.runtime.tables import TableReader, changed
+from rtc.passes.rotation import Rotation
+from rtc.passes.analysis.layout import Fallback, Placement
+from rtc.passes.analysis.tables import TableReader, changed, shaped_rows
 
 
 class Handle:
@@ -50,6 +52,8 @@ class ClassState:
 
     cid: np.ndarray
     rows: list[torch.Tensor] | None = None
+    # rotation by which queries are turned instead of the slots: [D] complex, None for none
+    frame: np.ndarray | None = None
 
     def invalidate(self) -> None:
         self.cid[:] = -1
@@ -209,6 +213,9 @@ class CohortState:
         self.consts = stamp
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass
 class Refresh:
     """Places ``at`` of a view class to compute again from raw contents ``cids``, with these rows."""
@@ -217,6 +224,7 @@ class Refresh:
     cids: np.ndarray
     at: np.ndarray
     rows: list[torch.Tensor]
+    frame: np.ndarray | None
 
 
 @dataclass
@@ -266,7 +274,7 @@ class CohortRuntime:
         place = st.place.copy()
         views = place if st.unified else st.view_place.copy()
         start = views.copy()
-        noted = {k: ClassState(c.cid.copy(), c.rows) for k, c in st.classes.items()}
+        noted = {k: ClassState(c.cid.copy(), c.rows, c.frame) for k, c in st.classes.items()}
         read: set[str] = set()
         written: dict[str, set[int]] = {k: set() for k in noted}
         for e, event in enumerate(co.events):
@@ -293,14 +301,19 @@ class CohortRuntime:
                 if not self._reads(klass, event):
                     continue
                 rows = [r.rows(event.expr, ids, env, memo) for r in self.readers[klass]]
-                bad = ~fresh & (c.cid[where] != cids)
+                lost = ~fresh & (c.cid[where] != cids)
+                bad = lost.copy()
                 for have, want in zip(c.rows or [], rows, strict=bool(c.rows)):
                     bad |= ~fresh & changed(have[torch.from_numpy(where)], want)
+                if klass not in read:
+                    bad = self._turn(st, c, klass, rows, where, ~fresh & ~lost, bad)
                 if bad.any():
                     if klass in read or (e > 0 and co.order != "ring"):
                         raise Fallback("tables change between the reads of one call")
                     pick = torch.from_numpy(np.nonzero(bad)[0])
-                    out.refresh.append(Refresh(klass, cids[bad], came[bad], [r[pick] for r in rows]))
+                    out.refresh.append(
+                        Refresh(klass, cids[bad], came[bad], [r[pick] for r in rows], c.frame)
+                    )
                 for k, _ in event.present:
                     if k not in written[klass]:
                         at, _ = self._picked(ids, k)
@@ -319,6 +332,7 @@ class CohortRuntime:
         elif (place.find(cids) < 0).any():
             raise Fallback("a stored slot was dropped on the way")
         self._biases(out, env)
+        self._frames(out, noted)
         out.commit = (place, views, noted, cids)
         return out
 
@@ -346,6 +360,45 @@ class CohortRuntime:
             v.klass == klass and any(u[2].expr.key == event.expr.key for u in v.uses)
             for v in self.cohort.views
         )
+
+    def _turn(
+        self, st: CohortState, c: ClassState, klass: str, rows: list[torch.Tensor],
+        where: np.ndarray, held: np.ndarray, bad: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Fold a rotation common to most held slots into the frame; the slots that stay bad."""
+        rot = self.cohort.rotations.get(klass)
+        if rot is None:
+            return bad
+        if c.frame is None or not held.any():
+            c.frame = np.ones(len(rot.perm), dtype=np.complex128)
+        if not (bad & held).any() or c.rows is None:
+            return bad
+        at = np.nonzero(held)[0]
+        have = [r[torch.from_numpy(where[at])] for r in c.rows]
+        want = [r[torch.from_numpy(at)] for r in rows]
+        eps = max(torch.finfo(r.dtype).eps for r in want)
+        turn = common_turn(rot.turns(have), rot.turns(want), eps)
+        if turn is None or turn.odd.sum() >= (bad & held).sum():
+            return bad
+        frame = c.frame * turn.common
+        c.frame = frame / np.abs(frame)
+        st.counters.folds += 1
+        bad = bad.copy()
+        bad[at] = turn.odd
+        return bad
+
+    def _frames(self, out: Prepared, noted: dict[str, ClassState]) -> None:
+        """Cosine and sine by which fresh rows and queries are turned back into the frame."""
+        for e in self.extras:
+            if e.kind in ("fold", "unfold"):
+                klass = self.cohort.views[e.view].klass
+                frame = noted[klass].frame
+                assert frame is not None
+                value = frame.real if e.operand == 0 else -frame.imag
+                out.extras[e] = torch.from_numpy(value.copy()).to(e.dtype)
+            elif e.kind == "perm":
+                perm = self.cohort.rotations[self.cohort.views[e.view].klass].perm
+                self._put(out, e, perm)
 
     def _picked(self, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions of source ``k``'s rows, in row order, and the rows."""
@@ -404,7 +457,7 @@ class CohortRuntime:
                 "table", self.index, e, k, self.lead[klass], num,
                 shape=op.rows_shape(len(at)), dtype=op.dtype,
             )  # fmt: skip
-            out.extras[extra] = reader.shaped(r[torch.from_numpy(at)], torch.device("cpu"))
+            out.extras[extra] = shaped_rows(op, r[torch.from_numpy(at)], _CPU)
 
     def _biases(self, out: Prepared, env: Mapping[fx.Node, Any]) -> None:
         if self.cohort.order != "ring":
@@ -438,22 +491,45 @@ def _scattered(rows: torch.Tensor, where: np.ndarray, n: int) -> torch.Tensor:
     return out
 
 
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def turned(x: torch.Tensor, perm: np.ndarray, by: np.ndarray) -> torch.Tensor:
+    """x * c + x[perm] * s along the last axis, in float32 at least."""
+    dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    c, s = (torch.from_numpy(v.copy()).to(x.device, dtype) for v in (by.real, by.imag))
+    y = x.to(dtype)
+    return (y * c + y.index_select(-1, torch.from_numpy(perm).to(x.device)) * s).to(x.dtype)
+
+
 def refresh(
     st: CohortState, view: View, j: int, cache: torch.Tensor, src: np.ndarray, at: np.ndarray,
     rows: Sequence[torch.Tensor], readers: Sequence[TableReader], const: Any,
+    rot: Rotation | None, frame: np.ndarray | None,
 ) -> None:  # fmt: skip
     """Compute places ``at`` of a view again from raw slots at places ``src`` of its cache."""
     n, dims, dev = len(src), st.dims[view.cache], cache.device
     flat = st.merged(cache, dims).index_select(dims[0], torch.from_numpy(src).to(dev))
     raw = flat.reshape(with_slots(cache.shape, dims, n))
-    values = {r.operand.key: r.shaped(x, dev) for r, x in zip(readers, rows, strict=True)}
+    values = {
+        r.operand.key: shaped_rows(r.operand, x, dev) for r, x in zip(readers, rows, strict=True)
+    }
 
     def operand(o: Operand) -> Any:
         return values[o.key] if o.role == "table" else const(o.node)
 
-    leaf = raw_fn(cache.shape, dims, cache.dtype)
-    out = emit(
-        view.fn, n, lambda t, a, k: t(*a, **k), lambda f: raw if f.key == leaf.key else None, operand
-    )
+    key = raw_fn(cache.shape, dims, cache.dtype).key
+
+    def leaf(f: Fn) -> Any:
+        return raw if f.key == key else None
+
+    def framed(f: Fn) -> Any:
+        """The rotated subtree, turned back into the class's frame."""
+        if rot is None or frame is None or f.key != rot.at.key:
+            return leaf(f)
+        return turned(emit(f, n, _run, leaf, operand), rot.perm, frame.conj())
+
+    out = emit(view.fn, n, _run, framed, operand)
     out = out.reshape(view.storage_shape(n))
     st.storages[j].index_copy_(view.axis, torch.from_numpy(at).to(dev), out)

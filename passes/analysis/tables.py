@@ -12,7 +12,7 @@ from torch import fx
 
 from rtc.passes.analysis.exprs import SlotExpr, evaluate
 from rtc.passes.analysis.fn import Operand, with_slots
-from rtc.runtime.layout import Fallback
+from rtc.passes.analysis.layout import Fallback
 
 # Two evaluations of one formula may differ in the last bits (vector and scalar code paths).
 _ULPS = 16
@@ -68,19 +68,19 @@ class TableReader:
         n = int(np.prod([val.shape[a] for a in axes]))
         return val.permute(*axes, *rest).reshape(n, -1)
 
-    def shaped(self, rows: torch.Tensor, device: torch.device) -> Any:
-        """Rows [n, rest] in the operand's own layout, slot axes (1, .., n)."""
-        op = self.operand
-        if not op.shape and op.axes is None:
-            return rows[0, 0].item() if len(rows) else 0
-        if op.axes is None:
-            return rows[0].reshape(op.shape).to(device)
-        n = len(rows)
-        shape = with_slots(op.shape, op.axes, n)
-        rest = [d for d in range(len(shape)) if d not in op.axes]
-        x = rows.reshape(*(shape[a] for a in op.axes), *(shape[d] for d in rest))
-        perm = [*op.axes, *rest]
-        return x.permute([perm.index(i) for i in range(len(perm))]).contiguous().to(device)
+
+def shaped_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:
+    """Rows [n, rest] in the operand's own layout, slot axes (1, .., n)."""
+    if not isinstance(op.node.meta["val"], torch.Tensor):
+        return rows[0, 0].item() if len(rows) else 0
+    if op.axes is None:
+        return rows[0].reshape(op.shape).to(device)
+    n = len(rows)
+    shape = with_slots(op.shape, op.axes, n)
+    rest = [d for d in range(len(shape)) if d not in op.axes]
+    x = rows.reshape(*(shape[a] for a in op.axes), *(shape[d] for d in rest))
+    perm = [*op.axes, *rest]
+    return x.permute([perm.index(i) for i in range(len(perm))]).contiguous().to(device)
 
 
 def changed(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,271 @@
+"""Is a view's table work one rotation of feature pairs, and by which angles?
+
+Attention sees differences of positions: where all kept slots turn by one common rotation, turning
+the queries instead costs nothing per slot. To know that, the work is not recognised by its spelling
+but measured: it is run on unit vectors and unit table rows. What comes out is, for the feature axis,
+
+    out[d] = c[d] * x[d] + s[d] * x[perm[d]],   c = A @ row + c0,   s = B @ row + s0
+
+with perm an involution; then it is checked on random data, heads apart. Anything else (a dense
+matrix, per-head tables, table values that enter non-linearly) is not called a rotation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rtc.passes.analysis import shapes
+from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, emit, off_slots, permutation, with_slots
+from rtc.passes.analysis.shapes import NotLocal
+from rtc.passes.analysis.tables import shaped_rows
+from rtc.passes.plan import View
+
+aten = torch.ops.aten
+
+# What may follow the rotation inside a view: it commutes with turning pairs, up to rounding.
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """``at``: the subtree that is rotated; ``inner``: what it rotates. Arrays are float64.
+
+    ``perm`` [D]; ``a``, ``b`` [D, R]; ``c0``, ``s0`` [D], R the width of all table rows side by side
+    (complex entries as two).
+    """
+
+    at: Fn
+    inner: Fn
+    perm: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    c0: np.ndarray
+    s0: np.ndarray
+
+    def turns(self, rows: list[torch.Tensor]) -> np.ndarray:
+        """[n, D] complex: rotation (and scale) of each feature pair for these table rows."""
+        flat = np.concatenate([_real(r) for r in rows], axis=1)
+        return (flat @ self.a.T + self.c0) + 1j * (flat @ self.b.T + self.s0)
+
+
+def _real(rows: torch.Tensor) -> np.ndarray:
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.to(torch.complex128)).flatten(1)
+    return rows.to(torch.float64).numpy()
+
+
+def find(view: View) -> Rotation | None:
+    """The rotation in a view's work, or None."""
+    at = _rotated(view.fn)
+    if at is None or len(view.fn.dims) != 1:
+        return None
+    inner = _inner(at)
+    tables = at.operands()
+    if inner is None or any(o.role != "table" or not o.dtype.is_floating_point and not o.dtype.is_complex for o in tables):
+        return None
+    if any(not isinstance(o.node.meta["val"], torch.Tensor) for o in tables):
+        return None
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            return _measure(at, inner, tables)
+    except (RuntimeError, NotLocal):
+        return None
+
+
+def score_axis(view: View, use: tuple[fx.Node, fx.Node, Any]) -> int | None:
+    """The axis of the use's node that is the view's feature axis, if the use contracts it with a
+    query; None where it does something else."""
+    node, user, val = use
+    axis = _track(view.fn, val.fn, len(view.fn.shape) - 1)
+    if axis is None:
+        return None
+    rank = len(val.fn.shape)
+    if user.target is torch.ops.rtc.attention.default:
+        ok = user.args[1] is node and node not in (user.args[0], user.args[2]) and axis == rank - 1
+        return axis if ok else None
+    if user.target in (aten.bmm.default, aten.mm.default) and user.args[0] is not user.args[1]:
+        first = user.args[0] is node
+        return axis if axis == (rank - 1 if first else rank - 2) else None
+    return None
+
+
+def _track(start: Fn, end: Fn, axis: int) -> int | None:
+    """Where ``axis`` of ``start`` is in ``end``, through layout ops; None where it is regrouped."""
+    chain: list[Fn] = []
+    f = end
+    while f.key != start.key:
+        if f.kind != "op" or f.target not in LAYOUT:
+            return None
+        chain.append(f)
+        f = f.children[0]
+    for f in reversed(chain):
+        child = f.children[0]
+        perm = permutation(f.target, f.args, len(child.shape))
+        if perm is not None:
+            axis = perm.index(axis)
+        elif f.target is aten.expand.default:
+            axis += len(f.shape) - len(child.shape)
+        else:
+            # slot counts of the region's own values: the groups do not depend on them
+            try:
+                dims = shapes.reshape_dims(child.shape, f.shape, (axis,))
+            except NotLocal:
+                return None
+            if len(dims) != 1 or f.shape[dims[0]] != child.shape[axis]:
+                return None
+            axis = dims[0]
+    return axis
+
+
+def _rotated(fn: Fn) -> Fn | None:
+    """The subtree right above which only casts, scales and layout follow."""
+    f = fn
+    while f.kind == "op":
+        if any(isinstance(a, Operand) and a.role == "table" for a in f.args):
+            return f
+        with_tables = [c for c in f.children if any(o.role == "table" for o in c.operands())]
+        if not with_tables:
+            return None
+        if len(with_tables) > 1 or not _commutes(f):
+            return f
+        f = with_tables[0]
+    return None
+
+
+def _commutes(f: Fn) -> bool:
+    if f.target in _CASTS:
+        return f.dtype.is_floating_point
+    if f.target in LAYOUT:
+        # the feature axis must stay the last
+        return _track(f.children[0], f, len(f.children[0].shape) - 1) == len(f.shape) - 1
+    if f.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(f.args[0], Fn):
+        by = f.args[1]
+        if isinstance(by, Operand):
+            return by.role == "const" and (not by.shape or by.shape[-1] == 1)
+        return isinstance(by, (int, float))
+    if f.target is aten.clamp.default:
+        # part of a quantization, which the caller consented to
+        return all(isinstance(a, (int, float)) for a in f.args[1:] if a is not None)
+    return False
+
+
+def _inner(at: Fn) -> Fn | None:
+    """The largest table-free subtree through which all of raw enters ``at``."""
+    queue, seen = [at], set()
+    while queue:
+        f = queue.pop(0)
+        if f.key in seen:
+            continue
+        seen.add(f.key)
+        if not any(o.role == "table" for o in f.operands()) and not at.raw_outside(f):
+            return f
+        queue.extend(f.children)
+    return None
+
+
+def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:
+    feat = at.shape[-1]
+    tail = math.prod(inner.shape[inner.dims[-1] + 1 :])
+    if not isinstance(feat, int) or feat in at.dims or feat < 2 or tail % feat:
+        return None
+    for o in tables:
+        # one row for all heads: other axes than the slots' and the features' are 1
+        rest = [s for s in off_slots(o.shape, o.axes or ()) if s != -1]
+        if math.prod(rest) > 2 * feat:
+            return None
+    gen = torch.Generator().manual_seed(0)
+    widths = [math.prod(s for s in off_slots(o.shape, o.axes or ()) if s != -1) for o in tables]
+
+    def run(u: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+        """[n, heads.., D] -> [n, heads, D]; u [n, *inner features]."""
+        n = len(u)
+        x = u.reshape(n, *(s for i, s in enumerate(inner.shape) if i not in inner.dims))
+        x = x.movedim(0, inner.dims[0]).reshape(with_slots(inner.shape, inner.dims, n)).to(inner.dtype)
+        values = {o.key: shaped_rows(o, r, torch.device("cpu")) for o, r in zip(tables, rows, strict=True)}
+        out = emit(
+            at, n, _call_on_cpu, lambda f: x if f.key == inner.key else None, lambda o: values[o.key]
+        )
+        return out.movedim(at.dims[0], 0).reshape(n, -1, feat).to(torch.float64)
+
+    lead = math.prod(s for i, s in enumerate(inner.shape) if i not in inner.dims) // tail
+
+    def tiled(v: torch.Tensor) -> torch.Tensor:
+        """[n, D] -> the same for every head."""
+        return v.repeat(1, lead * (tail // feat))
+
+    def draw(n: int) -> list[torch.Tensor]:
+        return [torch.randn(n, w, generator=gen, dtype=torch.float64).to(o.dtype) if not o.dtype.is_complex
+                else torch.complex(*(torch.randn(n, w, generator=gen, dtype=torch.float64) for _ in range(2))).to(o.dtype)
+                for o, w in zip(tables, widths, strict=True)]  # fmt: skip
+
+    eye = torch.eye(feat, dtype=torch.float64)
+    m = run(tiled(eye), [r.expand(feat, -1) for r in draw(1)])
+    if (m != m[:, :1]).any():
+        return None  # heads differ
+    mat = m[:, 0].T.numpy()  # out x in
+    near = np.abs(mat) > 1e-12
+    perm = np.arange(feat)
+    for d in range(feat):
+        others = [int(j) for j in np.nonzero(near[d])[0] if j != d]
+        if len(others) > 1:
+            return None
+        if others:
+            perm[d] = others[0]
+    if (perm[perm] != np.arange(feat)).any():
+        return None
+    first = torch.from_numpy((perm >= np.arange(feat)).astype(np.float64))[None]
+    total = sum(2 * w if o.dtype.is_complex else w for o, w in zip(tables, widths, strict=True))
+    unit = np.concatenate([np.zeros((1, total)), np.eye(total)])
+    rows, at_col = [], 0
+    for o, w in zip(tables, widths, strict=True):
+        k = 2 * w if o.dtype.is_complex else w
+        part = torch.from_numpy(unit[:, at_col : at_col + k])
+        if o.dtype.is_complex:
+            part = torch.view_as_complex(part.reshape(len(part), w, 2).contiguous())
+        rows.append(part.to(o.dtype))
+        at_col += k
+    x1 = run(tiled(first.expand(total + 1, -1)), rows)[:, 0].numpy()
+    x2 = run(tiled((1 - first).expand(total + 1, -1)), rows)[:, 0].numpy()
+    lower = first[0].numpy() > 0
+    c, s = np.where(lower, x1, x2), np.where(lower, x2, x1)
+    alone = perm == np.arange(feat)
+    s = np.where(alone, 0.0, s)
+    rot = Rotation(at, inner, perm, (c[1:] - c[0]).T, (s[1:] - s[0]).T, c[0], s[0])
+    return rot if _checks(rot, run, draw, feat, lead * tail, gen) else None
+
+
+def _checks(rot: Rotation, run: Any, draw: Any, feat: int, width: int, gen: Any) -> bool:
+    """The formula on random data, and heads stay apart."""
+    n = 4
+    u, rows = torch.randn(n, width, generator=gen, dtype=torch.float64), draw(n)
+    low = min((torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype)), default=1e-16)
+    low = max(torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype)) if low else low
+    tol = 64 * max(low, max(torch.finfo(r.dtype).eps for r in rows))
+    same = torch.randn(n, feat, generator=gen, dtype=torch.float64)
+    got = run(same.repeat(1, width // feat), rows)
+    z = rot.turns(rows)
+    x = same.numpy()
+    want = z.real * x + z.imag * x[:, rot.perm]
+    if not np.allclose(got.numpy(), want[:, None], rtol=0, atol=tol * np.abs(want).max()):
+        return False
+    base = run(u, rows)
+    for block in {0, width // feat - 1}:
+        moved = u.clone()
+        moved[:, block * feat : (block + 1) * feat] += 1.0
+        hit = ((run(moved, rows) - base).abs() > tol).any(-1).any(0)
+        if int(hit.sum()) != 1:
+            return False
+    return True
+
+
+def _call_on_cpu(target: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    kwargs.pop("pin_memory", None)
+    return target(*args, **kwargs)
