@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rtc.passes import hoist_rope, normalize, ring_cache
+from rtc.passes import hoist_quantize, hoist_rope, normalize, ring_cache
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.plan import CachePlan
 from rtc.passes.rewrite import Rewriter, Rewritten
 
 PIPELINE: tuple[Pass, ...] = (
+    hoist_quantize.PASS,
     hoist_rope.PASS,
     ring_cache.PASS,
 )

@@ -21,7 +21,7 @@ from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, structural_key
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
 from rtc.passes.analysis.shapes import NotLocal
-from rtc.passes.analysis.slots import LocalAnalysis, RowSource, SlotVal, shape_of
+from rtc.passes.analysis.slots import REDUCE, LocalAnalysis, RowSource, SlotVal, shape_of
 
 if TYPE_CHECKING:
     from rtc.passes.rotation import Rotation
@@ -130,6 +130,12 @@ class Cohort:
         keys = {e.key for e in self.reads}
         self.events = [e for e in self.events if e.expr.key in keys]
 
+    def scales(self) -> dict[fx.Node, tuple[int, Fn]]:
+        """Whole-cache maxima that are calibrated: node -> (cache, the work it measures)."""
+        return {
+            n: (i, fn) for i, c in enumerate(self.caches) for n, fn in c.analysis.calibrated.items()
+        }
+
     def refuse(self, name: str, refusal: Refusal) -> None:
         self.refusals.setdefault(name, []).append(refusal)
 
@@ -205,7 +211,7 @@ def _find_cache(
         an = LocalAnalysis(host, exprs, info, dims, calibrate=calibrate, raw_only=raw_only)
         if best is None or len(an.vals) > len(best.vals):
             best = an
-        if not any(_attends(an, node, user) for node, user, _ in an.ends):
+        if not _attends(an):
             continue
         cache = _as_cache(info, an)
         if cache is None:
@@ -230,8 +236,11 @@ def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
     if not info.mutated:
         # A tensor that is only read counts as a cache if new rows join it for the attention and
         # nothing else is made of it; otherwise any activation would look like one.
-        joined = [an.val(n) for n, u, _ in an.ends if _attends(an, n, u)]
-        if len(joined) < len(an.ends) or not all(v is not None and v.expr.sources() for v in joined):
+        joined = [
+            v for n, u, _ in an.ends
+            if (v := an.val(n)) and _attention_like(order.Ordered(v.dims, 0), n, u)
+        ]  # fmt: skip
+        if len(joined) < len(an.ends) or not all(v.expr.sources() for v in joined):
             return None
         if not all(e.fn.is_layout for s in an.sources.values() for e in s.entries):
             return None
@@ -249,17 +258,43 @@ def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
     return Cache(info, an.dims, an, commit, {s.index: s for s in an.sources.values()})
 
 
-def _attends(an: LocalAnalysis, node: fx.Node, user: fx.Node) -> bool:
+def _attends(an: LocalAnalysis) -> bool:
+    """Whether some use of the slots contracts them as attention does its keys or values.
+
+    Products that pair a cache with another cache are judged later, with all caches known; here the
+    key side of a product is enough.
+    """
+    start = {n: order.Ordered(v.dims, 0) for n, _, _ in an.ends if (v := an.val(n)) is not None}
+    ends = {(n, u) for n, u, _ in an.ends if n in start}
+    found = order.OrderAnalysis(an.host, start, ends)
+    return found.attends or any(_attention_like(o, n, u) for n, u, o in _edges(found, ends, start))
+
+
+def _edges(found: order.OrderAnalysis, ends: Any, start: Any) -> list[Any]:
+    """(node, user, where its slots are) for all uses seen by an order analysis."""
+    out = [(n, u, start[n]) for n, u in ends]
+    for n, o in found.vals.items():
+        out += [(n, u, o) for u in n.users]
+    return out
+
+
+def _attention_like(o: order.Ordered, node: fx.Node, user: fx.Node) -> bool:
     """Whether ``user`` uses ``node`` as attention uses its keys or values."""
-    v = an.val(node)
-    if v is None or len(v.dims) != 1:
+    if len(o.dims) != 1:
         return False
     rank = len(shape_of(node))
     if user.target is order.attention:
-        return node in user.args[1:3] and v.dims == (rank - 2,)
+        return node in user.args[1:3] and o.dims == (rank - 2,)
     if user.target in (aten.bmm.default, aten.mm.default):
-        return (user.args[1] is node and v.dims[0] >= rank - 2) or v.dims == (rank - 2,)
+        return (user.args[1] is node and o.dims[0] >= rank - 2) or o.dims == (rank - 2,)
     return False
+
+
+def _below_statistic(fn: Fn, user: fx.Node) -> Fn:
+    """A whole-cache statistic reads the work below its ``abs``: no storage for the absolute values."""
+    if user.target in REDUCE and fn.kind == "op" and fn.target is aten.abs.default:
+        return fn.children[0]
+    return fn
 
 
 def _peel(fn: Fn) -> Fn:
@@ -285,7 +320,7 @@ def _group(caches: list[Cache]) -> list[Cohort]:
             v = c.analysis.val(node)
             if v is None:
                 continue
-            fn = _peel(v.fn)
+            fn = _peel(_below_statistic(v.fn, user))
             view = views.setdefault(fn.key, View(0, fn, []))
             view.uses.append((node, user, v))
         uses = sorted(
@@ -303,8 +338,8 @@ def _group(caches: list[Cache]) -> list[Cohort]:
         cohort = groups.setdefault(sig, Cohort([], [], reads, c.commit))
         for view in views.values():
             view.cache = len(cohort.caches)
-            tables = [(o.axes, tuple(o.key for o in [o])) for o in view.tables()]
-            view.klass = f"{structural_key(view.fn)}|{tables}"
+            tables = [(o.axes, o.key) for o in view.tables()]
+            view.klass = f"{structural_key(view.fn, consts=False)}|{tables}"
             cohort.views.append(view)
         cohort.caches.append(c)
     return list(groups.values())

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rtc.passes.analysis import shapes
 from rtc.passes.analysis.fn import (
     Fn,
     Operand,
@@ -64,6 +65,8 @@ class Rewritten:
     extras: list[Extra] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     gm: fx.GraphModule | None = None
+    # placeholders for calibrated maxima in the analysed graph, where constants are evaluated
+    scales: dict[fx.Node, Extra] = field(default_factory=dict)
 
 
 def can_write(cache: Cache, source: RowSource, fn: Fn) -> str | None:
@@ -104,13 +107,20 @@ class Rewriter:
         self.out = Rewritten()
         self._last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         self._extra: dict[Any, fx.Node] = {}
+        self._scale_inputs: dict[fx.Node, fx.Node] = {}
+        self._counts: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Rewritten:
         for i, cohort in enumerate(self.plan.cohorts):
             if cohort.order != "plain":
+                self._scales(i, cohort)
                 for c in range(len(cohort.caches)):
                     self._cache(i, cohort, c)
                 self._biases(i, cohort)
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        with self.graph.inserting_before(output):
+            for counter, total in self._counts.items():
+                self.call(aten.copy_.default, (counter, total), {})
         # The analysed graph keeps its nodes: the runtime evaluates host values from it. What the
         # device runs is a copy without the dead ones.
         self.out.gm = copied(self.gm)
@@ -144,6 +154,30 @@ class Rewriter:
             node.meta["val"] = target(*vals[0], **vals[1])
         return node
 
+    def _scales(self, i: int, cohort: Cohort) -> None:
+        """Calibrated maxima become inputs."""
+        for num, node in enumerate(cohort.scales()):
+            val = node.meta["val"]
+            e = Extra("scale", i, operand=num, shape=tuple(val.shape), dtype=val.dtype)
+            new = self.extra(e, val.device)
+            self._scale_inputs[node] = new
+            self.out.scales[new] = e
+            node.replace_all_uses_with(new)
+
+    def _count(self, i: int, cohort: Cohort, view: View, f: Fn, rows: fx.Node) -> None:
+        """Count fresh values beyond a calibrated maximum, on the device."""
+        for node, (cache, fn) in cohort.scales().items():
+            if cache != view.cache or fn.key != f.key:
+                continue
+            dev = rows.meta["val"].device
+            counter = self.extra(Extra("saturated", i, shape=(1,)), dev)
+            wide = self.call(aten.amax.default, (self.call(aten.abs.default, (rows,), {}), _reduced(node), True), {})
+            top = self._as(self._scale_inputs[node], tuple(wide.meta["val"].shape))
+            over = self.call(aten.gt.Tensor, (self.call(aten.abs.default, (rows,), {}), top), {})
+            n = self.call(aten.sum.default, (over,), {})
+            held = self._counts.get(counter, counter)
+            self._counts[counter] = self.call(aten.add.Tensor, (held, n), {})
+
     # -- one cache -----------------------------------------------------------------------------
 
     def _cache(self, i: int, cohort: Cohort, c: int) -> None:
@@ -176,18 +210,20 @@ class Rewriter:
             uses.sort(key=lambda u: index[u[2][1]])
             reading = {j for j, _, _ in uses}
             at = min((u[1] for _, _, u in uses), key=lambda n: index[n], default=end)
-            with self.graph.inserting_before(at):
-                for s in store:
-                    if s is not None and s not in reading:
-                        continue  # its rows are made when it is read: its tables are known then
-                    view = None if s is None else cohort.views[s]
-                    new = [(k, m) for k, m in event.present if k not in written[s]]
-                    written[s] |= {k for k, _ in new}
+            for s in store:
+                if s is not None and s not in reading:
+                    continue  # its rows are made when it is read: its tables are known then
+                view = None if s is None else cohort.views[s]
+                new = [(k, m) for k, m in event.present if k not in written[s]]
+                written[s] |= {k for k, _ in new}
+                first = next((u[1] for j, _, u in uses if j == s), at)
+                with self.graph.inserting_before(at if s is None else first):
                     store[s] = self._write(i, cohort, cache, e, new, view, store[s], device)
-                made: dict[fx.Node, fx.Node] = {}
-                for j, v, (node, user, val) in uses:
-                    if node not in made:
-                        held = store[None if cohort.unified and v.raw else j]
+            made: dict[fx.Node, fx.Node] = {}
+            for j, v, (node, user, val) in uses:
+                if node not in made:
+                    held = store[None if cohort.unified and v.raw else j]
+                    with self.graph.inserting_before(user):
                         made[node] = self._read(node, v, val, held, cohort.capacity)
             for j, v, (node, user, _) in uses:
                 user.replace_input_with(node, made[node])
@@ -293,10 +329,20 @@ class Rewriter:
                 Extra("table", i, e, k, j, num, shape=o.rows_shape(m), dtype=o.dtype), device
             )
 
+        measured = {fn.key for c, fn in cohort.scales().values() if c == view.cache}
+        if leaf.key in measured:
+            self._count(i, cohort, view, leaf, value)
         given = substituting(leaf, value)
         rot = cohort.rotations.get(view.klass)
 
+        counted: set[Any] = set()
+
         def framed(f: Fn) -> Any:
+            if f.key in measured and f.key not in counted and f.key != leaf.key:
+                counted.add(f.key)
+                x = emit(f, m, self.call, framed, operand)
+                self._count(i, cohort, view, f, x)
+                return x
             if rot is None or f.key != rot.at.key:
                 return given(f)
             x = emit(f, m, self.call, given, operand)
@@ -374,6 +420,13 @@ class Rewriter:
                 val.device,
             )
             b.user.replace_input_with(b.operand, node)
+
+
+def _reduced(node: fx.Node) -> list[int]:
+    """Axes of a maximum; all where it names none."""
+    arg = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return list(shapes.normal_dims(arg, rank))
 
 
 def query_operand(user: fx.Node, key: fx.Node) -> tuple[int, int]:

@@ -164,9 +164,14 @@ def _inner(at: Fn) -> Fn | None:
         if f.key in seen:
             continue
         seen.add(f.key)
+        if f.kind == "item":
+            queue.extend(f.children[0].children)  # a tuple is no value to put in
+            if at.raw_outside(f):
+                continue
         if not any(o.role == "table" for o in f.operands()) and not at.raw_outside(f):
             return f
-        queue.extend(f.children)
+        if f.kind != "item":
+            queue.extend(f.children)
     return None
 
 

@@ -136,7 +136,17 @@ class Compiler:
                 lowered.append(make_boxed_func(plain.forward))
             return lowered[0](args)
 
-        runtime = GraphRuntime(self.session, result, result.inputs, gm, run, fallback)
+        def measured(args: list[Any], names: list[str]) -> tuple[Any, list[torch.Tensor]]:
+            """The untouched graph, and the values of some of its nodes."""
+            show_attention(plain)
+            watch = _Watch(plain, set(names))
+            out = watch.run(*args)
+            return out, [watch.seen[n] for n in names]
+
+        runtime = GraphRuntime(
+            self.session, result, result.inputs, gm, run, fallback, measured,
+            self.options.calibration_margin,
+        )  # fmt: skip
         runtime._boxed_call = True  # type: ignore[attr-defined]
         return runtime
 
@@ -171,6 +181,19 @@ class Compiler:
         with torch._inductor.config.patch(dict(self.options.inductor)):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
+
+
+class _Watch(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, names: set[str]) -> None:
+        super().__init__(gm)
+        self.names = names
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        if n.name in self.names:
+            self.seen[n.name] = out
+        return out
 
 
 def _owned(

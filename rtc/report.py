@@ -100,6 +100,7 @@ class Report:
                 "calls": s.calls,
                 "plain_calls": s.plain_calls,
                 **asdict(s.counters),
+                "saturated_values": s.saturated(),
                 "notes": list(s.notes),
                 "state_bytes": sum(
                     t.numel() * t.element_size() for st in s.states for t in st.storages.values()
@@ -145,7 +146,8 @@ class Report:
 def _grouped(refused: Sequence[dict[str, str]]) -> list[str]:
     count: dict[str, int] = {}
     for r in refused:
-        at = f" [{r['node']}{' at ' + r['where'] if r['where'] else ''}]" if r["node"] else ""
+        # calls of one line in many layers make one entry
+        at = f" [{r['where'] or r['node']}]" if r["node"] else ""
         text = r["reason"] + at
         count[text] = count.get(text, 0) + 1
     return [f"{n} x: {t}" if n > 1 else t for t, n in count.items()]

@@ -299,15 +299,18 @@ def _same_rows(x: Operand, y: Operand) -> bool:
     return off_slots(x.shape, off) == off_slots(y.shape, off)
 
 
-def structural_key(fn: Fn) -> str:
-    """A key that names tables by number, so that two graphs with equal work agree on it."""
+def structural_key(fn: Fn, *, consts: bool = True) -> str:
+    """A key that names tables by number, so that two graphs with equal work agree on it.
+
+    ``consts``: whether the same work with other constants (another layer's norm weight) differs.
+    """
     numbers: dict[Any, int] = {}
     memo: dict[Any, str] = {}
 
     def go(x: Any) -> str:
         if isinstance(x, Operand):
             if x.role == "const":
-                return f"const{x.key}"
+                return f"const{x.key if consts else off_slots(x.shape, x.axes or ())}"
             i = numbers.setdefault(x.key, len(numbers))
             return f"table{i}:{x.axes}:{off_slots(x.shape, x.axes or ())}:{x.dtype}"
         if isinstance(x, Fn):

@@ -8,6 +8,7 @@ named, and keeps the slots in the program's own order.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,19 +68,31 @@ class OrderAnalysis:
     sensitive: dict[Any, tuple[str, fx.Node]] = field(default_factory=dict)
     biases: list[Bias] = field(default_factory=list)
 
+    attends: bool = False  # slots are contracted somewhere, as attention does
+
     def __post_init__(self) -> None:
         self.vals: dict[fx.Node, Ordered] = {}
-        for node in self.host.graph.nodes:
-            ins = {a: o for a in node.all_input_nodes if (o := self._in(a, node)) is not None}
-            if not ins:
+        index = self.host.index
+        queue = sorted({index[user] for _, user in self.ends})
+        done = -1
+        while queue:
+            i = heapq.heappop(queue)
+            if i == done:
                 continue
+            done, node = i, self.host.nodes[i]
+            ins = {a: o for a in node.all_input_nodes if (o := self._in(a, node)) is not None}
             try:
                 out = self._rule(node, ins)
-                if out is not None:
-                    self.vals[node] = out
             except NotLocal as e:
                 for o in ins.values():
                     self.sensitive.setdefault(o.token, (str(e), node))
+                continue
+            if out is not None:
+                self.vals[node] = out
+                for user in node.users:
+                    heapq.heappush(queue, index[user])
+            elif node.target in (attention, aten.bmm.default, aten.mm.default):
+                self.attends = True
 
     def _in(self, a: fx.Node, user: fx.Node) -> Ordered | None:
         if a in self.vals:

@@ -71,6 +71,11 @@ REDUCE = {
     aten.any.dim: (1, 2),
     aten.all.dim: (1, 2),
     aten.prod.dim_int: (1, 2),
+    # these reduce everything: they have no axis argument
+    aten.max.default: (9, 9),
+    aten.min.default: (9, 9),
+    aten.sum.default: (9, 9),
+    aten.mean.default: (9, 9),
     aten.logsumexp.default: (1, 2),
     aten.linalg_vector_norm.default: (2, 3),
     aten.norm.ScalarOpt_dim: (2, 3),
@@ -78,6 +83,9 @@ REDUCE = {
     aten.var_mean.correction: (1, None),
     aten.std.correction: (1, None),
 }
+AMAX = (aten.amax.default, aten.max.default)
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Ops along one axis that keep the shape and are local to the other axes.
 ALONG = {
     aten._softmax.default: 1,
@@ -159,7 +167,7 @@ class LocalAnalysis:
     ) -> None:
         self.host, self.exprs, self.base, self.dims = host, exprs, base, dims
         self.calibrate, self.raw_only = calibrate, raw_only
-        self.calibrated: dict[fx.Node, fx.Node] = {}  # reduction -> the slot value it reduces
+        self.calibrated: dict[fx.Node, Fn] = {}  # whole-cache maximum -> the work it measures
         shape = shape_of(base.node)
         slots = tuple(shape[d] for d in dims)
         dtype = meta(base.node).dtype
@@ -197,7 +205,8 @@ class LocalAnalysis:
             try:
                 self.vals[node] = self._rule(node)
             except NotLocal as e:
-                self._end(node, tracked, str(e))
+                if node not in self.calibrated:
+                    self._end(node, tracked, str(e))
                 continue
             for u in node.users:
                 heapq.heappush(queue, index[u])
@@ -291,7 +300,8 @@ class LocalAnalysis:
         """Classify an outside tensor or symbolic number that enters slot-local work."""
         val = meta(node)
         deps = self.host.deps[node]
-        if node in self.calibrated:
+        scale = self.calibrated and self._from_scale(node)
+        if scale:
             deps = Deps.CONST
         elif Deps.DATA in deps:
             raise NotLocal(f"it depends on {self.host.why_data(node)}, known on the device only")
@@ -310,12 +320,22 @@ class LocalAnalysis:
         if varies and any(shape[a] not in (1, n) for a, n in zip(axes, expr.shape, strict=True)):
             raise NotLocal("it does not line up with the slots")
         role = "table" if varies or Deps.INT in deps else "const"
-        if node in self.calibrated:
+        if scale:
+            if varies:
+                raise NotLocal("a calibrated scale does not vary along the slots")
             key: Any = ("calibrated", node.name)
         else:
             key = (role, self.host.key(node))
         entry = ((node, expr),)
         return Operand(role, entry, axes if varies else None, shape, val.dtype, key)
+
+    def _from_scale(self, node: fx.Node) -> bool:
+        """Whether device data enters ``node`` through calibrated maxima alone."""
+        if node in self.calibrated or self.host.on_host(node):
+            return True
+        if node.op != "call_function" or not (is_pointwise(node.target) or node.target in LAYOUT):
+            return False
+        return all(self._from_scale(a) for a in node.all_input_nodes)
 
     def _layout(self, node: fx.Node) -> SlotVal:
         v = self.val(node.args[0])
@@ -369,7 +389,21 @@ class LocalAnalysis:
                 raise NotLocal("different slots meet in one position")
             found, dims = v, d
         assert found is not None
-        return self.op(node, dims, found.expr)
+        out_val = self.op(node, dims, found.expr)
+        return self._saturated(node, out_val) if self.calibrated else out_val
+
+    def _saturated(self, node: fx.Node, v: SlotVal) -> SlotVal:
+        """Clamp before a cast to FP8: a calibrated scale may be exceeded, and the cast gives NaN."""
+        if node.target not in CASTS or v.fn.dtype not in FP8:
+            return v
+        child = v.fn.children[0]
+        top = torch.finfo(v.fn.dtype).max
+        safe = op_fn(
+            "op", aten.clamp.default, (child, -top, top), {}, child.shape, child.dims, child.dtype, node
+        )
+        args = (safe, *v.fn.args[1:])
+        fn = op_fn("op", v.fn.target, args, dict(v.fn.kwargs), v.fn.shape, v.dims, v.fn.dtype, node)
+        return SlotVal(v.dims, v.expr, fn)
 
     def _reduce(self, node: fx.Node) -> Any:
         v = self.val(node.args[0])
@@ -378,8 +412,8 @@ class LocalAnalysis:
         rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
         red = reduced_dims(node, rank)
         if any(d in red for d in v.dims):
-            if self.calibrate and node.target is aten.amax.default and set(v.dims) <= set(red):
-                self.calibrated[node] = node.args[0]  # type: ignore[assignment]
+            if self.calibrate and node.target in AMAX and set(v.dims) <= set(red):
+                self.calibrated[node] = v.fn
             raise NotLocal(f"{node.target} reduces over the slots (a whole-cache statistic)")
         if keepdim(node, REDUCE[node.target][1]):
             dims = v.dims

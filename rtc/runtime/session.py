@@ -129,6 +129,10 @@ class Session:
                 for t in live:
                     guard.put(t)
 
+    def saturated(self) -> int:
+        """Values written beyond a calibrated maximum (clamped); waits for the device."""
+        return sum(int(st.saturated.item()) for st in self.states)
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -158,8 +162,11 @@ class ConstEval:
     def __init__(self, inputs: Mapping[fx.Node, InputInfo], get_attr: Callable[[str], Any]) -> None:
         self.inputs, self.get_attr = inputs, get_attr
         self.args: Sequence[Any] = ()
+        self.scales: dict[fx.Node, torch.Tensor] = {}
 
     def __call__(self, node: fx.Node) -> Any:
+        if node in self.scales:
+            return self.scales[node]
         if node.op == "placeholder":
             return self.args[self.inputs[node].index]
         if node.op == "get_attr":
@@ -178,11 +185,14 @@ class GraphRuntime:
     def __init__(
         self, session: Session, result: Result, inputs: Sequence[InputInfo], gm: fx.GraphModule,
         rewritten: Callable[[list[Any]], Any], plain: Callable[[list[Any]], Any],
+        measured: Callable[[list[Any], list[str]], Any], margin: float,
     ) -> None:  # fmt: skip
+        self.measured, self.margin = measured, margin
         self.session, self.inputs = session, list(inputs)
         self.rewritten, self.plain = rewritten, plain
         plan = result.plan
         self.extras = result.rewritten.extras
+        self.scale_nodes = result.rewritten.scales
         self.cohorts = [
             CohortRuntime(i, c, self.extras)
             for i, c in enumerate(plan.cohorts)
@@ -234,9 +244,17 @@ class GraphRuntime:
             for c in self.cohorts:
                 st = self._state(c, args_in)
                 st.check_consts(stamp)
-                states.append((c, st, c.prepare(st, env, self.const, memo)))
+                if c.scales and st.scales is None:
+                    return self._calibrate(args_in)
+                states.append((c, st, c.prepare(st, env, memo)))
         except Fallback as e:
             return self._run_plain(args_in, str(e))
+        self.const.scales = {
+            n: st.scales[e.operand]
+            for n, e in self.scale_nodes.items()
+            for c, st, _ in states
+            if c.index == e.cohort and st.scales is not None
+        }
         for c, st, prep in states:
             self._refresh(c, st, prep)
         extras = [self._extra(e, states, args_in) for e in self.extras]
@@ -249,6 +267,26 @@ class GraphRuntime:
         for c, st, prep in states:
             c.finish(st, prep)
             self.session.touched.append(st)
+        return out
+
+    def _calibrate(self, args: list[Any]) -> Any:
+        """The first call of a session: the plain graph, its whole-cache maxima noted."""
+        self.session.note("scales were calibrated in the first call of each session")
+        pairs = []
+        for c in self.cohorts:
+            st = self._state(c, args)
+            st.materialize()
+            pairs.append((c, st))
+        nodes = [n for c, _ in pairs for n in c.scales]
+        out, values = self.measured(args[: len(self.inputs) - len(self.parts)], [n.name for n in nodes])
+        found = dict(zip(nodes, values, strict=True))
+        for c, st in pairs:
+            st.invalidate()
+            self.session.touched.append(st)
+            got = [found[n] for n in c.scales]
+            # zeros calibrate nothing: a session that starts empty is measured again
+            if c.scales and all(bool((v > 0).all()) for v in got):
+                st.scales = [v * self.margin for v in got]
         return out
 
     def _broken(self, st: CohortState) -> None:
@@ -336,6 +374,10 @@ class GraphRuntime:
         c, st, prep = next(s for s in states if s[0].index == e.cohort)
         if e.kind == "view":
             return st.storages[e.view]
+        if e.kind == "scale":
+            return st.scales[e.operand]
+        if e.kind == "saturated":
+            return st.saturated
         value = prep.extras[e]
         device = args[c.inputs[0]].device
         return value if value.device == device else value.to(device, non_blocking=True)

@@ -80,6 +80,10 @@ class Counters:
     folds: int = 0
 
 
+def _device(cohort: Cohort) -> torch.device:
+    return cohort.caches[0].info.node.meta["val"].device
+
+
 class CohortState:
     """State for one tuple of cache tensors, shared by all graphs that lay it out alike."""
 
@@ -110,6 +114,8 @@ class CohortState:
         self.exported = False  # its memory was handed out: it must stay in order
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: Any = None
+        self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
+        self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
         counters.imports += 1
 
     # -- the user's tensors --------------------------------------------------------------------
@@ -176,6 +182,7 @@ class CohortState:
             self.view_place.content[:] = -1
         for c in self.classes.values():
             c.invalidate()
+        self.scales = None
         self.counters.imports += 1
 
     def check_versions(self) -> None:
@@ -259,12 +266,13 @@ class CohortRuntime:
             self.offsets[k] = total
             total += counts[k]
         self.counts, self.fresh = counts, total
+        self.scales = list(cohort.scales())
         self._tables = np.array([self.offsets.get(k, 0) for k in range(max(counts, default=0) + 1)])
 
     # -- one call ------------------------------------------------------------------------------
 
     def prepare(
-        self, st: CohortState, env: Mapping[fx.Node, Any], const: Any, memo: dict[Any, Any]
+        self, st: CohortState, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
     ) -> Prepared:
         """Work out the coming call: index inputs, table rows, and what must be refreshed first.
 

@@ -207,7 +207,7 @@ FORMS = [
         "layout_2bhsd",
         Stacked,
         noise(1, 4, 6),
-        expect={"hoist_rope": 1, "ring_cache": 1},
+        expect={"hoist_rope": 1, "ring_cache": 2},
         notes="K and V are halves of one cache; only the K half is rotated",
     ),
     Form(

@@ -1,0 +1,325 @@
+"""The demo, stage by stage. What is measured is kept at once: an interrupt loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rtc.demo import machine, sides, stats, warm
+from rtc.demo.check import Check
+from rtc.demo.settings import Settings
+from rtc.demo.sides import Side
+from rtc.errors import OptionsError
+from rtc.model import build, example_inputs
+from rtc.options import Options
+from rtc.passes.pipeline import names as pass_names
+from rtc.show.progress import Progress, Stage
+from rtc.testing import check_compile
+
+LADDER_CHUNKS = 30
+EXACT_STEPS = 60
+
+
+def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
+    """Everything that ``rtc demo`` shows, as plain data. A failed check is in ``failures``."""
+    demo = Demo(settings, progress or Progress())
+    return demo.run()
+
+
+class Demo:
+    def __init__(self, settings: Settings, progress: Progress) -> None:
+        self.settings, self.progress = settings, progress
+        self.notes: list[str] = []
+        self.failures: list[str] = []
+        self.exactness: dict[str, Any] | None = None
+        self.check = Check(settings.torch_dtype, settings.options.quantize)
+        self.sides: list[Side] = []
+        self.reference: Side | None = None
+        self.ladder: list[dict[str, Any]] = []
+        self.compile: dict[str, dict[str, Any]] = {}
+        self.report: dict[str, Any] | None = None
+        self.outputs: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # eager's, reference's
+        self.inductor: dict[str, Any] = {}
+        self.options = settings.options
+        self.machine: dict[str, Any] = {}
+        self.stage_name = "starting"
+        self.folder = ""
+
+    def run(self) -> dict[str, Any]:
+        started, interrupted = time.time(), None
+        self.folder = tempfile.mkdtemp(prefix="rtc-demo-")
+        try:
+            self._all()
+        except KeyboardInterrupt:
+            interrupted = self.stage_name
+        finally:
+            for side in self.sides:
+                side.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self._result(started, interrupted)
+
+    def _all(self) -> None:
+        self.machine = machine.describe(self.settings.device)
+        if self.machine["load"] > 0.5:
+            self._note(
+                f"load average {self.machine['load']}: other processes ran on this machine's "
+                f"{self.machine['cores']} cores, so the timings are noisy"
+            )
+        self._choose_lowering()
+        self._exactness()
+        self._compile()
+        self._stream()
+        if not self.settings.quick and self.options.lowering != "eager" and not self.failures:
+            self._ladder()
+            self._warm()
+
+    @contextmanager
+    def _stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+        self.stage_name = name
+        with self.progress.stage(name, total) as stage:
+            yield stage
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            self.progress.note(text)
+
+    # -- stages --------------------------------------------------------------------------------
+
+    def _choose_lowering(self) -> None:
+        if self.options.lowering == "eager":
+            self._note("lowering eager: numerics are checked; the timings say nothing about speed")
+            return
+        with self._stage("trying the compiler"), sides.code_cache(f"{self.folder}/try"):
+            problem = machine.lowering_problem(self.settings.device)
+        if problem is None:
+            self.inductor = sides.inductor_settings(self.settings)
+            given = {**self.inductor, **self.options.inductor}
+            self.options = replace(self.options, inductor=given)
+            return
+        self.options = replace(self.options, lowering="eager")
+        self._note(
+            f"{problem}. Going on with lowering eager: numerics are checked, torch.compile is "
+            "left out, and the timings say nothing about speed"
+        )
+
+    def _exactness(self) -> None:
+        """Float64 on the smallest preset: a wrong slot or position cannot hide behind rounding."""
+        options = replace(self.options, quantize="exact", inductor={})
+        with self._stage("float64 against eager, preset tiny"), sides.code_cache(f"{self.folder}/tiny"):
+            result = check_compile(
+                lambda: build("tiny", dtype=torch.float64),
+                lambda step: (example_inputs("tiny", step, dtype=torch.float64), {}),
+                steps=EXACT_STEPS, options=options, check=False, every=16, name="tiny float64",
+            )  # fmt: skip
+        self.exactness = {
+            "preset": "tiny", "dtype": "float64", "steps": len(result.errors), "bound": 1e-10,
+            "passed": result.passed, "max_abs_error": result.worst,
+            "outputs": result.outputs, "caches": result.caches,
+            "failure": None if result.passed else str(result),
+        }  # fmt: skip
+        if not result.passed:
+            self.failures.append(f"preset tiny in float64 differs from eager: {result}")
+        torch._dynamo.reset()
+
+    def _compile(self) -> None:
+        s = self.settings
+        with self._stage("building the models"):
+            self.sides = [sides.eager_side(s)]
+            if self.check.needs_reference:
+                self.reference = sides.reference_side(s)
+        first = [(self.sides[0], "eager")]
+        if self.options.lowering != "eager":
+            first.append((sides.stock_side(s, self.inductor), "torch.compile"))
+        trees = {"eager": self._first(*first[0])}
+        for side, name in first[1:]:
+            try:
+                trees[side.key] = self._first(side, name)
+                self.sides.append(side)
+            except Exception as e:  # stock torch.compile is not what is checked here
+                self._note(f"torch.compile failed and is left out: {type(e).__name__}: {_line(e)}")
+        with self._stage("compiling with rtc") as stage:
+            side = sides.rtc_side(s, self.options, "rtc", "rtc", on_phase=stage.say)
+            self.sides.append(side)
+            trees["rtc"] = self._compiled(side)
+        self._compare(0, trees)
+
+    def _first(self, side: Side, name: str) -> torch.Tensor:
+        if side.key == "eager":
+            return side.step(sides.inputs(self.settings, 0))
+        with self._stage(f"compiling with {name}"):
+            return self._compiled(side)
+
+    def _compiled(self, side: Side) -> torch.Tensor:
+        """The first call, with a code cache of its own."""
+        with sides.code_cache(f"{self.folder}/{side.key}"):
+            out = side.step(sides.inputs(self.settings, 0))
+        self.compile[side.key] = {"cold_s": side.seconds[0], "warm_s": None}
+        return out
+
+    def _stream(self) -> None:
+        """The same chunks through every side, in turn, so that a slow moment hits all alike."""
+        n = self.settings.chunks
+        graphs = sides.graphs_compiled()
+        with self._stage(f"streaming {n} chunks", total=n - 1) as stage, sides.no_collections():
+            for i in range(1, n):
+                args = sides.inputs(self.settings, i)
+                k = i % len(self.sides)
+                trees = {x.key: x.step(args) for x in (*self.sides[k:], *self.sides[:k])}
+                if not self._compare(i, trees):
+                    break
+                stage.advance(self._so_far())
+        if sides.graphs_compiled() > graphs:
+            self._note(f"{sides.graphs_compiled() - graphs} graphs were compiled again on the way")
+        if self.check.failure is None:
+            with self._stage("comparing all caches"):
+                caches = {x.key: x.caches() for x in self.sides}
+                ref = self.reference.caches() if self.reference else None
+                self.check.compare("cache", self.settings.chunks - 1, caches, ref)
+        self._read_report()
+        if self.check.failure is not None:
+            self.failures.append(f"rtc differs from eager at {self.check.failure}")
+
+    def _compare(self, step: int, trees: dict[str, torch.Tensor]) -> bool:
+        ref = None
+        if self.reference is not None:
+            ref = self.reference.step(sides.inputs(self.settings, step, torch.float64))
+        if step < LADDER_CHUNKS:
+            self.outputs.append((trees["eager"], ref))
+        return self.check.compare("output", step, trees, ref)
+
+    def _so_far(self) -> str:
+        parts = []
+        for side in self.sides:
+            s = stats.steps(side.seconds, self.settings.resets)
+            if s:
+                parts.append(f"{side.label} {s['median_ms']:.0f} ms")
+        return ", ".join(parts)
+
+    def _read_report(self) -> None:
+        side = next((x for x in self.sides if x.key == "rtc"), None)
+        if side is not None:
+            self.report = side.call.report().to_dict()  # type: ignore[attr-defined]
+
+    # -- what each switch is worth -----------------------------------------------------------------
+
+    def _ladder(self) -> None:
+        """Runs with the passes that applied switched on one by one; the last rung is rtc itself."""
+        assert self.report is not None
+        applied = {p["name"] for g in self.report["graphs"] for p in g["passes"] if p["applied"]}
+        on = [n for n in pass_names() if n in applied]
+        full = next(x for x in self.sides if x.key == "rtc")
+        rungs: list[Side] = []
+        for i in range(len(on)):
+            label = " + ".join(on[:i]) or "all passes off"
+            with self._stage(f"compiling with rtc, {label}") as stage:
+                side = self._rung(label, replace(self.options, **dict.fromkeys(on[i:], False)), stage)
+            if side is not None:
+                rungs.append(side)
+        if not rungs:
+            return
+        begin, n = len(full.seconds), min(LADDER_CHUNKS, len(self.outputs))
+        name = f"streaming {n} chunks with passes switched off"
+        try:
+            with self._stage(name, total=n - 1) as stage, sides.no_collections():
+                for i in range(1, n):
+                    for side in rungs:
+                        out = side.step(sides.inputs(self.settings, i))
+                        self.check.variant(side.label, i, *_swap(self.outputs[i], out))
+                    # rtc goes on with its own stream: the work of a step does not depend on data
+                    full.step(sides.inputs(self.settings, begin + i - 1))
+                    stage.advance()
+        finally:
+            self._rungs_done(rungs, full, begin, on)
+        if self.check.failure is not None:
+            self.failures.append(f"rtc with passes off differs from eager at {self.check.failure}")
+
+    def _rung(self, label: str, options: Options, stage: Stage) -> Side | None:
+        key = label.replace(" ", "")
+        try:
+            side = sides.rtc_side(self.settings, options, key, label, on_phase=stage.say)
+            with sides.code_cache(f"{self.folder}/{key}"):
+                side.step(sides.inputs(self.settings, 0))
+        except OptionsError as e:
+            self._note(f"{label} is not a legal combination: {e}")
+            return None
+        return side
+
+    def _rungs_done(self, rungs: list[Side], full: Side, begin: int, on: list[str]) -> None:
+        # padded, so that the same number of chunks is skipped on all
+        tail = [0.0, *full.seconds[begin:]]
+        del full.seconds[begin:]
+        rows = [(x.label, x.seconds, x) for x in rungs] + [(" + ".join(on), tail, None)]
+        for label, seconds, side in rows:
+            row = {"label": label, **stats.steps(seconds, [])}
+            if "median_ms" in row:
+                row["ratio"] = stats.paired_ratio(seconds, tail)
+                row["full"] = side is None
+                self.ladder.append(row)
+            if side is not None:
+                side.close()
+
+    def _warm(self) -> None:
+        for side in self.sides[1:]:
+            with self._stage(f"compiling with {side.label} in a new process, code cache filled"):
+                try:
+                    seconds = warm.measure(
+                        replace(self.settings, options=self.options), side.key, self.inductor,
+                        f"{self.folder}/{side.key}",
+                    )  # fmt: skip
+                    self.compile[side.key]["warm_s"] = seconds
+                except RuntimeError as e:
+                    self._note(f"no warm compile time of {side.label}: {e}")
+
+    # -- the result ----------------------------------------------------------------------------
+
+    def _result(self, started: float, interrupted: str | None) -> dict[str, Any]:
+        if self.report is None:
+            self._read_report()
+        s = self.settings
+        by_key = {x.key: x for x in self.sides}
+        variants = []
+        for side in self.sides:
+            ms = [round(1e3 * x, 4) for x in side.seconds]
+            row = {"key": side.key, "label": side.label, **stats.steps(side.seconds, s.resets)}
+            variants.append({**row, **self.compile.get(side.key, {}), "step_ms": ms})
+        speedup = {}
+        if "rtc" in by_key and self.options.lowering != "eager":
+            for key in ("stock", "eager"):
+                if key in by_key:
+                    speedup[key] = stats.paired_ratio(by_key[key].seconds, by_key["rtc"].seconds)
+        done = max((len(x.seconds) for x in self.sides), default=0)
+        return {
+            "ok": not self.failures and interrupted is None,
+            "interrupted": interrupted,
+            "failures": self.failures,
+            "notes": self.notes,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(started)),
+            "seconds": round(time.time() - started, 1),
+            "settings": {**s.to_dict(), "options": self.options.to_dict(), "inductor": self.inductor},
+            "machine": self.machine,
+            "chunks": {"planned": s.chunks, "done": done, "skipped": stats.SKIP, "resets": s.resets},
+            "exactness": self.exactness,
+            "comparison": self.check.to_dict(),
+            "variants": variants,
+            "speedup": speedup,
+            "switches": self.ladder,
+            "report": self.report,
+        }
+
+
+def _swap(pair: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor) -> tuple[Any, ...]:
+    eager, reference = pair
+    return eager, out, reference
+
+
+def _line(e: BaseException) -> str:
+    lines = [x for x in str(e).splitlines() if x.strip()]
+    return lines[0] if lines else ""

@@ -1,0 +1,58 @@
+"""Progress on stderr: a live line on a terminal, one line a stage in a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from rtc.show.text import console
+
+
+class Stage:
+    """One stage that is under way."""
+
+    def __init__(self, bars: Bars | None, task: int) -> None:
+        self._bars, self._task = bars, task
+
+    def say(self, text: str) -> None:
+        """What it is doing now."""
+        if self._bars is not None:
+            self._bars.update(self._task, detail=text)  # type: ignore[arg-type]
+
+    def advance(self, text: str = "") -> None:
+        """One unit is done. Draws here and now, so that nothing is drawn while a step is timed."""
+        if self._bars is not None:
+            self._bars.update(self._task, advance=1, detail=text)  # type: ignore[arg-type]
+            self._bars.refresh()
+
+
+class Progress:
+    def __init__(self, con: Console | None = None) -> None:
+        self.console = con or console(stderr=True)
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
+        """A stage of ``total`` units, or of unknown length (then drawn by a thread of its own)."""
+        start = time.perf_counter()
+        if self.console.is_terminal:
+            columns = [SpinnerColumn(), TextColumn("{task.description}")]
+            columns += [BarColumn(30), MofNCompleteColumn()] if total else []  # type: ignore[list-item]
+            columns += [TimeElapsedColumn(), TextColumn("[dim]{task.fields[detail]}")]  # type: ignore[list-item]
+            bars = Bars(
+                *columns, console=self.console, transient=True, auto_refresh=total is None,
+                refresh_per_second=4,
+            )  # fmt: skip
+            with bars:
+                yield Stage(bars, bars.add_task(name, total=total, detail=""))
+        else:
+            self.console.print(f"{name} ...", markup=False)
+            yield Stage(None, 0)
+        self.console.print(f"{name}: {time.perf_counter() - start:.1f} s", style="dim", markup=False)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="yellow", markup=False)
