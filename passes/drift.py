@@ -80,7 +80,9 @@ def _drift(plan: CachePlan, cohort: Cohort) -> Drift:
         return out
     nodes = {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()}
     for v in classes.values():
-        nodes |= {n for o in v.tables() for n, _ in o.entries}
+        for read in v.by_read:
+            for o in v.tables(read):
+                nodes |= {n for n, _ in o.entries}.union(*(e.host_nodes() for _, e in o.entries))
     host = HostProgram(plan.host, nodes)
     if host.const_inputs:
         # the module's own tables: their values are not there yet at compile time
@@ -100,8 +102,8 @@ def _drift(plan: CachePlan, cohort: Cohort) -> Drift:
 def _look(
     plan: CachePlan, cohort: Cohort, klass: str, v: View, host: HostProgram, out: Drift
 ) -> None:
-    readers = [TableReader(o) for o in v.tables()]
     expr = next(e for e in reversed(cohort.reads) if any(u[2].expr.key == e.key for u in v.uses))
+    readers = [TableReader(o) for o in v.tables(expr.key)]
     rot = _foldable(cohort, klass, v)
     before: tuple[np.ndarray, list[torch.Tensor]] | None = None
     heavy = moved = folded = calls = 0

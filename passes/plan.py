@@ -21,7 +21,14 @@ from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, structural_key
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
 from rtc.passes.analysis.shapes import NotLocal
-from rtc.passes.analysis.slots import REDUCE, LocalAnalysis, RowSource, SlotVal, shape_of
+from rtc.passes.analysis.slots import (
+    REDUCE,
+    LocalAnalysis,
+    RowSource,
+    SlotVal,
+    is_pointwise,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from rtc.passes.rotation import Rotation
@@ -49,6 +56,8 @@ class View:
     cache: int  # index into Cohort.caches
     fn: Fn
     uses: list[tuple[fx.Node, fx.Node, SlotVal]]  # (node, user, value of node)
+    # read expression -> the same work with the table entries of that read
+    by_read: dict[Any, Fn] = field(default_factory=dict)
     klass: str = ""  # structural key with the tables' host keys: equal classes share table rows
 
     @property
@@ -65,8 +74,10 @@ class View:
         off = off_slots(self.fn.shape, dims)
         return tuple(int(s) for s in (*off[: dims[0]], slots, *off[dims[-1] + 1 :]))
 
-    def tables(self) -> list[Operand]:
-        return [o for o in self.fn.operands() if o.role == "table"]
+    def tables(self, read: Any = None) -> list[Operand]:
+        """Table operands, in one order for all reads; ``read``: key of a read's expression."""
+        fn = self.fn if read is None else self.by_read[read]
+        return [o for o in fn.operands() if o.role == "table"]
 
 
 @dataclass
@@ -154,8 +165,11 @@ class CachePlan:
         for e in (*cohort.reads, cohort.commit):
             out |= e.host_nodes()
         for v in cohort.views:
-            for o in v.tables():
-                out |= {n for n, _ in o.entries}
+            for read in v.by_read:
+                for o in v.tables(read):
+                    out |= {n for n, _ in o.entries}
+                    for _, entry in o.entries:
+                        out |= entry.host_nodes()
         return out
 
 
@@ -291,9 +305,13 @@ def _attention_like(o: order.Ordered, node: fx.Node, user: fx.Node) -> bool:
 
 
 def _below_statistic(fn: Fn, user: fx.Node) -> Fn:
-    """A whole-cache statistic reads the work below its ``abs``: no storage for the absolute values."""
-    if user.target in REDUCE and fn.kind == "op" and fn.target is aten.abs.default:
-        return fn.children[0]
+    """A whole-cache statistic reads the work below its ``abs`` or ``pow``: no storage for those."""
+    while user.target in REDUCE and fn.kind == "op" and is_pointwise(fn.target):
+        if len(fn.children) != 1 or any(isinstance(a, Operand) for a in fn.args):
+            break
+        if fn.dtype != fn.children[0].dtype:
+            break
+        fn = fn.children[0]
     return fn
 
 
@@ -323,6 +341,7 @@ def _group(caches: list[Cache]) -> list[Cohort]:
             fn = _peel(_below_statistic(v.fn, user))
             view = views.setdefault(fn.key, View(0, fn, []))
             view.uses.append((node, user, v))
+            view.by_read.setdefault(v.expr.key, fn)
         uses = sorted(
             (u for v in views.values() for u in v.uses),
             key=lambda u: c.analysis.host.index[u[1]],

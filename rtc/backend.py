@@ -24,6 +24,7 @@ from rtc.passes.analysis.host import InputInfo, where
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
 from rtc.report import GraphReport
+from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.session import GraphRuntime, Session
 
 aten = torch.ops.aten
@@ -86,6 +87,8 @@ class Compiler:
                 return compiled(*args)
             finally:
                 session.after_graph()
+                if session.write_back:
+                    guard_all(session.note)
 
         return run
 
@@ -200,8 +203,6 @@ def _owned(
     run: Callable[..., Any], inputs: list[InputInfo], session: Session
 ) -> Callable[..., Any]:
     """A graph without caches of its own: caches that another graph keeps are put in order first."""
-    from rtc.runtime.session import OWNERS, owners
-
     def call(args: list[Any]) -> Any:
         if OWNERS:
             for i in inputs:
@@ -275,12 +276,22 @@ def show_attention(gm: fx.GraphModule) -> None:
 
 def _refuse_host_reads(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
+        if _python_number(node):
+            continue
         if node.op == "call_method" and node.target in ("item", "tolist", "__bool__", "__int__"):
             raise HostSyncError(
                 f"{where(node) or node.name}: .{node.target}() reads device data on the host in the "
                 "middle of the step, which stops the host from running ahead. Keep the value as a "
                 "Python int outside the tensors (a step counter, say), or keep it on the device."
             )
+
+
+def _python_number(node: fx.Node) -> bool:
+    """``.item()`` of a Python float argument, which Dynamo passes as a tensor: no device is asked."""
+    src = node.args[0] if node.args else None
+    if not isinstance(src, fx.Node) or src.op != "placeholder":
+        return False
+    return bool(getattr(src.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
 def _source(node: fx.Node) -> tuple[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from rtc.backend import Compiler, Specialize
 from rtc.errors import RtcError, UnsupportedError
 from rtc.options import Options
 from rtc.report import Report
+from rtc.runtime.owners import guard_all, lift_all
 from rtc.runtime.session import Session
 
 _MIN, _BELOW = (2, 11), (2, 16)
@@ -43,6 +45,9 @@ def check_torch() -> None:
         )
 
 
+_OWN = {"_model", "_options", "_session", "_compiler", "_call", "_signature", "_seconds"}
+
+
 class Compiled:
     """A compiled model. Call it as you would call the model; attributes are the model's own."""
 
@@ -54,7 +59,7 @@ class Compiled:
             self._compiler.on_phase = on_phase
         self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
         self._signature = _signature(model)
-        self._seconds: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=10_000)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
@@ -87,7 +92,7 @@ class Compiled:
 
     def report(self) -> Report:
         """What was decided and done so far, as data (``to_dict()``) and text (``str()``)."""
-        return Report(self._compiler.graphs, self._session, self._options, self._seconds)
+        return Report(self._compiler.graphs, self._session, self._options, list(self._seconds))
 
     def materialize(self) -> None:
         """Put every cache that rtc keeps into the program's own order, with current values."""
@@ -113,6 +118,16 @@ class Compiled:
             raise AttributeError(name)
         return getattr(self._model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # as torch.compile's own wrapper does: a cache rebound here is rebound in the model
+        if name in _OWN or name in type(self).__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._model, name)
+
     def __repr__(self) -> str:
         return f"rtc.compile({type(self._model).__name__}, {len(self._compiler.graphs)} graphs)"
 
@@ -127,6 +142,7 @@ def explain(
     check_torch()
     options = options or Options()
     session = Session()
+    lift_all()
     compiler = Compiler(options, session, dry=True, fixed={})
 
     class Stop(Exception):
@@ -155,6 +171,8 @@ def explain(
         if isinstance(e.inner_exception, RtcError):
             raise e.inner_exception from None
         raise
+    finally:
+        guard_all(session.note)
     return Report(compiler.graphs, session, options, [])
 
 
@@ -178,12 +196,16 @@ def _capture(
     """
     ints = _int_sources(signature, args, kwargs)
     for name in fixed.keys() & ints.keys():
-        fixed[name].add(ints[name])
+        if len(fixed[name]) < 2:
+            fixed[name].add(ints[name])
     names = ",".join(n for n in ints if len(fixed.get(n, ())) != 1)
     with (
         torch.compiler.config.patch(dynamic_sources=names),
         torch._dynamo.config.patch(
-            allow_unspec_int_on_nn_module=True, fail_on_recompile_limit_hit=True
+            allow_unspec_int_on_nn_module=True,
+            fail_on_recompile_limit_hit=True,
+            # a growth phase has a shape for every length before the window is full
+            recompile_limit=64,
         ),
     ):
         yield

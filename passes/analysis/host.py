@@ -6,6 +6,7 @@ step, ahead of the device, so that no decision ever needs a device-to-host read.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -70,7 +71,6 @@ class HostInfo:
     get_attr: Callable[[str], Any]
     deps: dict[fx.Node, Deps] = field(default_factory=dict)
     _keys: dict[fx.Node, Any] = field(default_factory=dict)
-    _intern: dict[Any, int] = field(default_factory=dict)
     data_source: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class HostInfo:
         return f"{src.name}"
 
     def key(self, node: Any) -> Any:
-        """A structural key: equal keys mean equal values in every call."""
+        """A structural key: equal keys mean equal values in every call, in other graphs too."""
         if isinstance(node, fx.Node):
             if node not in self._keys:
                 self._keys[node] = self._node_key(node)
@@ -125,16 +125,26 @@ class HostInfo:
 
     def _node_key(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            long: Any = ("input", self.inputs[node].source, self.inputs[node].index)
+            long: Any = ("input", self.inputs[node].source)
         elif node.op == "get_attr":
-            long = ("attr", str(node.target))
+            long = ("attr", _content(self.get_attr(str(node.target)), str(node.target)))
         elif self.on_host(node):
             kwargs = {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
             long = (str(node.target), self.key(node.args), self.key(kwargs))
         else:
-            long = ("node", node.name)
-        # keys nest, so they are interned: a number stands for the whole expression below
-        return ("#", self._intern.setdefault(long, len(self._intern)))
+            long = ("node", node.name, id(self.graph))
+        # keys nest: a digest stands for the whole expression below
+        return ("#", hashlib.sha1(repr(long).encode()).hexdigest())
+
+
+def _content(value: Any, name: str) -> str:
+    """A constant by what it holds: two graphs may both have a ``_tensor_constant0``."""
+    if not isinstance(value, torch.Tensor):
+        return name
+    with _disable_current_modes(), torch.no_grad():
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return f"{value.dtype}{tuple(value.shape)}{hashlib.sha1(data).hexdigest()}"
 
 
 def _to_cpu(value: Any) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from rtc.passes.analysis import shapes
 from rtc.passes.analysis.exprs import SlotExpr
-from rtc.passes.analysis.fn import merge, op_fn, permutation
+from rtc.passes.analysis.fn import Fn, invert_layout, merge, op_fn, permutation, with_slots
 from rtc.passes.analysis.shapes import NotLocal
 
 if TYPE_CHECKING:
@@ -192,14 +194,14 @@ def _copy(an: LocalAnalysis, node: fx.Node) -> Any:
 
 def _cat(an: LocalAnalysis, node: fx.Node) -> Any:
     parts: Any = node.args[0]
+    parts = [p for p in parts if 0 not in _shape(p)]
     v = next((an.val(p) for p in parts if an.val(p) is not None), None)
     if v is None:
-        return None
+        raise NotLocal("an empty part of the cache is joined")
     shape = _shape(node)
     k = _axis(v, _arg(node, 1, "dim", 0), len(shape))
     if k is None:
         return None
-    parts = [p for p in parts if 0 not in _shape(p)]
     if any(_dtype(p) != _dtype(node) for p in parts):
         raise NotLocal("cat of different dtypes")
     fn, dims, exprs = _unify(an, node, [(p, _shape(p)) for p in parts])
@@ -411,13 +413,16 @@ _RULES = {
 
 
 def row_identity(
-    node: fx.Node, shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype
+    node: fx.Node, shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype, fn: Fn
 ) -> Any:
-    """What makes two entries the same rows: the node below all layout ops, and its slot axes.
+    """What makes two entries the same rows: the node below all layout ops, its slot axes, and where
+    each of its features lands in a raw slot.
 
     Keys written into the cache and keys concatenated for this call's attention are often the same
-    tensor in two layouts; they must count as one source, in the same order of rows.
+    tensor in two layouts; they must count as one source, in the same order of rows and features.
+    ``fn``: the layout in which the rows enter.
     """
+    entered = node
     if _shape(node) != shape:
         # broadcast into place: right-aligned, as copy and index_put do
         off = len(shape) - len(_shape(node))
@@ -425,6 +430,7 @@ def row_identity(
             return (node, shape, dims, dtype)
         dims = tuple(d - off for d in dims)
     cast = dtype if dtype != _dtype(node) else None
+    chain: list[tuple[str, Any]] = []  # from the entry down to the root
     while node.op == "call_function":
         t = node.target
         if not node.args or not isinstance(node.args[0], fx.Node):
@@ -438,15 +444,43 @@ def row_identity(
             new = tuple(perm[d] for d in dims)
             if list(new) != sorted(new):
                 break
+            chain.append(("permute", perm))
             node, dims = child, new
             continue
         if t in (aten.view.default, aten.reshape.default, aten._unsafe_view.default,
                  aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):  # fmt: skip
             try:
-                dims = shapes.reshape_dims(_shape(node), _shape(child), dims)
+                below = shapes.reshape_dims(_shape(node), _shape(child), dims)
             except NotLocal:
                 break
-            node = child
+            chain.append(("reshape", with_slots(_shape(node), dims, 1)))
+            node, dims = child, below
             continue
         break
-    return (node, tuple(_shape(node)[d] for d in dims), dims, cast)
+    slots = tuple(_shape(node)[d] for d in dims)
+    features = _features(with_slots(_shape(node), dims, 1), chain, shape, fn)
+    if features is None:
+        return (entered, shape, fn.key, cast)
+    return (node, slots, dims, cast, features)
+
+
+def _features(
+    root: tuple[int, ...], chain: list[tuple[str, Any]], entry: tuple[int, ...], fn: Fn
+) -> bytes | None:
+    """Which feature of the root row each feature of a raw slot is; None where rows are broadcast."""
+    x = np.arange(math.prod(root)).reshape(root)
+    for op, arg in reversed(chain):
+        x = x.transpose(arg) if op == "permute" else x.reshape(arg)
+    if x.size != math.prod(s for i, s in enumerate(fn.shape) if i not in fn.dims):
+        return None
+    x = x.reshape(with_slots(fn.shape, fn.dims, 1))
+
+    def call(target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.permute.default:
+            return args[0].transpose(args[1])
+        return args[0].reshape(args[1])
+
+    raw = invert_layout(fn, 1, call, x)
+    if raw is None:
+        return repr(fn.key).encode() + x.tobytes()
+    return raw.tobytes()

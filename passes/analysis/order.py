@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import rtc.kernels.attention  # noqa: F401  (registers the op)
 from rtc.passes.analysis import shapes
 from rtc.passes.analysis.fn import LAYOUT, permutation
 from rtc.passes.analysis.host import HostInfo, where

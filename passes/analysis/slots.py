@@ -308,7 +308,8 @@ class LocalAnalysis:
         if not isinstance(val, torch.Tensor):
             if Deps.INT not in deps:
                 raise NotLocal("symbolic constant")
-            shape, dtype, axes = (), torch.int64, None
+            kind = torch.float64 if isinstance(val, (float, torch.SymFloat)) else torch.int64
+            shape, dtype, axes = (), kind, None
             return Operand(
                 "table", ((node, expr),), axes, shape, dtype, ("int", self.host.key(node))
             )
@@ -510,7 +511,7 @@ class LocalAnalysis:
         """Register ``node`` (broadcast to ``shape``) as fresh rows in the layout of ``like.fn``."""
         shape = tuple(shape)
         slot_shape = tuple(shape[d] for d in dims)
-        key = movement.row_identity(node, shape, tuple(dims), dtype)
+        key = movement.row_identity(node, shape, tuple(dims), dtype, like.fn)
         src = self._source(key, slot_shape)
         src.entries.append(RowEntry(node, like.fn, shape, tuple(dims), dtype))
         return self.exprs.rows(src.index, slot_shape)

@@ -31,18 +31,19 @@ class TableReader:
         op = self.operand
         if op.axes is None:
             val = env[op.entries[0][0]]
-            val = val if isinstance(val, torch.Tensor) else torch.tensor(val)
+            val = val if isinstance(val, torch.Tensor) else torch.tensor(val, dtype=op.dtype)
             if len(op.entries) > 1 and not all(
                 torch.equal(torch.as_tensor(env[n]), val) for n, _ in op.entries
             ):
                 raise Fallback("an operand differs between parts of the cache")
             return val.reshape(1, -1).expand(len(ids), -1)
+        for node, entry in op.entries:
+            if entry.key == expr.key:
+                return self._flat(env[node], entry.shape)
         out: torch.Tensor | None = None
         missing = np.ones(len(ids), dtype=bool)
         for node, entry in op.entries:
             flat = self._flat(env[node], entry.shape)
-            if entry.key == expr.key:
-                return flat
             have = evaluate(entry, env, memo).ravel()
             order = np.argsort(have, kind="stable")
             pos = np.minimum(np.searchsorted(have, ids, sorter=order), len(have) - 1)
@@ -85,9 +86,10 @@ def shaped_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:
 
 def changed(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     """Mask of rows of ``a`` that differ from ``b`` by more than rounding."""
-    if a.dtype in (torch.bool, torch.int64, torch.int32):
+    if not a.is_floating_point() and not a.is_complex():
         return (a != b).any(-1).numpy()
     real = torch.finfo(a.dtype).eps
     x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-    tol = _ULPS * real * torch.maximum(y.abs(), torch.ones((), dtype=torch.float64))
+    # at the scale of each column: a table of small values is compared among small values
+    tol = _ULPS * real * torch.maximum(x.abs(), y.abs()).amax(0)
     return ((x - y).abs() > tol).any(-1).numpy()

@@ -190,7 +190,7 @@ class Demo:
     def _compare(self, step: int, trees: dict[str, torch.Tensor]) -> bool:
         ref = None
         if self.reference is not None:
-            ref = self.reference.step(sides.inputs(self.settings, step, torch.float64))
+            ref = self.reference.step(sides.inputs(self.settings, step, double=True))
         if step < LADDER_CHUNKS:
             self.outputs.append((trees["eager"], ref))
         return self.check.compare("output", step, trees, ref)

@@ -51,27 +51,33 @@ class Side:
             self.call.close()
 
 
-def session(settings: Settings, cfg: Config, dtype: torch.dtype) -> nn.Module:
-    """A model with seeded weights in which a prompt has filled most of the sink."""
-    model = build(cfg, device=settings.device, dtype=dtype, seed=settings.seed)
+def session(settings: Settings, cfg: Config, double: bool = False) -> nn.Module:
+    """A model with seeded weights in which a prompt has filled most of the sink.
+
+    ``double``: the same weights and prompt (already rounded), computed with in float64.
+    """
+    where = {"seed": settings.seed, "device": settings.device, "dtype": settings.torch_dtype}
+    model = build(cfg, **where)
     if cfg.sink:
-        prompt = example_prompt(
-            cfg, max(1, 3 * cfg.sink // 4), seed=settings.seed, device=settings.device, dtype=dtype
-        )
+        prompt = example_prompt(cfg, max(1, 3 * cfg.sink // 4), **where)
         with torch.no_grad():
+            if double:
+                model, prompt = model.double(), prompt.double()
             model.first_pass(prompt)
-    return model
+    return model.double() if double else model
 
 
-def inputs(settings: Settings, step: int, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-    return example_inputs(
+def inputs(settings: Settings, step: int, double: bool = False) -> tuple[Any, ...]:
+    """The arguments of one call; ``double``: the same values in float64."""
+    noise, cond, step = example_inputs(
         settings.config, step, seed=settings.seed, device=settings.device,
-        dtype=dtype or settings.torch_dtype,
+        dtype=settings.torch_dtype,
     )  # fmt: skip
+    return (noise.double(), cond.double(), step) if double else (noise, cond, step)
 
 
 def eager_side(settings: Settings) -> Side:
-    model = session(settings, settings.config, settings.torch_dtype)
+    model = session(settings, settings.config)
     return Side("eager", "eager", model, model, _sync(settings))
 
 
@@ -80,7 +86,7 @@ def reference_side(settings: Settings) -> Side:
     cfg = settings.config
     if settings.options.quantize == "calibrated":
         cfg = replace(cfg, quantize_kv=False)
-    model = session(settings, cfg, torch.float64)
+    model = session(settings, cfg, double=True)
     return Side("reference", "eager in float64", model, model, _sync(settings))
 
 
@@ -94,7 +100,7 @@ def inductor_settings(settings: Settings) -> dict[str, Any]:
 
 def stock_side(settings: Settings, inductor: Mapping[str, Any]) -> Side:
     """torch.compile of the whole step; the step index is symbolic, so that it compiles once."""
-    model = session(settings, settings.config, settings.torch_dtype)
+    model = session(settings, settings.config)
     compiled = torch.compile(model, fullgraph=True, options=dict(inductor))
 
     def call(*args: Any) -> Tensor:
@@ -108,7 +114,7 @@ def stock_side(settings: Settings, inductor: Mapping[str, Any]) -> Side:
 def rtc_side(
     settings: Settings, options: Options, key: str, label: str, on_phase: Any = None
 ) -> Side:
-    model = session(settings, settings.config, settings.torch_dtype)
+    model = session(settings, settings.config)
     compiled = rtc.compile(model, options=options, on_phase=on_phase)
     return Side(key, label, model, compiled, _sync(settings))
 

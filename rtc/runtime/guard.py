@@ -1,4 +1,4 @@
-"""A cache in ring order must not be read as if it were in order.
+"""A cache in ring order must not be read as if it were in order, nor written unseen.
 
 While rtc owns a cache, its tensor object is given the class ``RingCache``: any torch function that
 touches it first puts the slots back into the program's order, then runs as usual. Between calls the
@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-
-# These hand out memory that later reads of the tensor object do not go through.
+# These hand out memory: later reads and writes of it pass by the tensor object and its version.
 _EXPORTS = {
     torch.Tensor.data_ptr,
     torch.Tensor.__dlpack__,
     torch.Tensor.numpy,
+    torch.Tensor.__array__,
     torch.Tensor.untyped_storage,
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
 }
+# A write through the result is not counted, but the result's life shows in the storage's use count.
+_UNCOUNTED = {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
 
 # Asking for these tells nothing about the values.
 _METADATA = {
@@ -44,32 +46,39 @@ _METADATA = {
 }
 
 
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    for t in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if type(t) in _PLAIN:
+            restore(t, exported=func in _EXPORTS, uncounted=func in _UNCOUNTED)
+    return func(*args, **kwargs)
+
+
 class RingCache(torch.Tensor):
     """A cache tensor whose slots lie in ring order; see the module's docstring."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
-                return func(*args, **kwargs)
-        tree = torch.utils._pytree.tree_leaves((args, kwargs))
-        for t in tree:
-            if type(t) is RingCache:
-                restore(t, exported=func in _EXPORTS)
-        return func(*args, **kwargs)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
 
 
-def possible(t: torch.Tensor) -> bool:
-    """Whether nobody can look at the values but through this tensor object.
+class RingParameter(torch.nn.Parameter):
+    """The same for a cache that is a parameter."""
 
-    A view of the cache, taken before rtc owned it or while it was in order, shares its storage.
-    """
-    if type(t) is RingCache:
-        lift(t)
-    if type(t) is not torch.Tensor or t._base is not None:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+_GUARDED: dict[type, type] = {torch.Tensor: RingCache, torch.nn.Parameter: RingParameter}
+_PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
+
+
+def alone(t: torch.Tensor) -> bool:
+    """Whether no other tensor (view, detached alias, NumPy array) holds the memory."""
+    if t._base is not None:
         return False
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
@@ -84,23 +93,31 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
+def possible(t: torch.Tensor) -> bool:
+    """Whether nobody can look at the values but through this tensor object."""
+    lift(t)
+    return type(t) in _GUARDED and alone(t)
+
+
 def put(t: torch.Tensor) -> None:
-    t.__class__ = RingCache
+    """Guard the tensor object."""
+    if type(t) in _GUARDED:
+        t.__class__ = _GUARDED[type(t)]
 
 
 def lift(t: torch.Tensor) -> None:
     """Make it a plain tensor again, values as they lie."""
-    if type(t) is RingCache:
-        t.__class__ = torch.Tensor
+    if type(t) in _PLAIN:
+        t.__class__ = _PLAIN[type(t)]
 
 
-def restore(t: torch.Tensor, exported: bool = False) -> None:
+def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:
     """Put the slots back in order; all caches that move with it follow."""
-    from rtc.runtime.session import owners
+    from rtc.runtime.owners import owners
 
     lift(t)
     for state in owners(t):
         for other in state.tensors():
             lift(other)
         state.materialize()
-        state.touched_outside(exported)
+        state.touched_outside(exported, uncounted)

@@ -1,13 +1,11 @@
 """One graph at run time, and who owns which cache.
 
 ``GraphRuntime.call`` serves a call of one compiled graph: it finds or makes the state of each cohort
-for the cache tensors at hand, prepares, refreshes, runs, and notes. ``OWNERS`` knows the state that
-keeps a tensor, over all compiled models of the process: two of them may share caches.
+for the cache tensors at hand, prepares, refreshes, runs, and notes.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,7 @@ from rtc.passes.analysis.host import HostProgram, InputInfo
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
+from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
 from rtc.passes.analysis.layout import Fallback
 from rtc.runtime.state import (
     CohortRuntime,
@@ -30,41 +29,6 @@ from rtc.runtime.state import (
     layout_key,
     refresh,
 )
-
-# id of a user's tensor -> the states that keep (a part of) it
-OWNERS: dict[int, list[CohortState]] = {}
-
-
-def owners(t: Any) -> list[CohortState]:
-    """The states that keep ``t`` or parts of it."""
-    states = OWNERS.get(id(t)) if isinstance(t, torch.Tensor) else None
-    return [st for st in states if any(h.owner() is t for h in st.handles)] if states else []
-
-
-def owns(st: CohortState) -> bool:
-    """Whether ``st`` still keeps its caches: another graph may have taken them over."""
-    return st.alive and all(st in OWNERS.get(h.key[0], ()) for h in st.handles)
-
-
-def release(st: CohortState) -> None:
-    """Give the caches back to the user, in order, and forget the views."""
-    for t in st.tensors():
-        guard.lift(t)
-    if st.alive:
-        st.materialize()
-    for h in st.handles:
-        _drop(h.key[0], st)
-    st.storages.clear()
-    st.classes.clear()
-
-
-def _drop(ident: int, st: CohortState) -> None:
-    rest = [s for s in OWNERS.get(ident, ()) if s is not st]
-    if rest:
-        OWNERS[ident] = rest
-    else:
-        OWNERS.pop(ident, None)
-
 
 @dataclass
 class Session:
@@ -83,15 +47,13 @@ class Session:
         """Lift the guards, so that the caches look like plain tensors to Dynamo."""
         if self.closed:
             raise StateError("this compiled model was closed: compile the model again")
-        for st in self.states:
-            for t in st.tensors():
-                guard.lift(t)
+        lift_all()
 
     def after_call(self) -> None:
-        """Note versions (AOT's wrapper bumps them after the graph ran) and guard the caches."""
+        """Guard the caches until the next call."""
         self.calls += 1
         self.after_graph()
-        self.guard_all()
+        guard_all(self.note)
 
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
@@ -101,33 +63,12 @@ class Session:
                 st.check_versions()
 
     def after_graph(self) -> None:
-        """Note versions once AOT's wrapper has run, and put the caches in order where asked."""
+        """Note versions once AOT's wrapper has run."""
         self.states = [st for st in self.states if owns(st)]
         for st in self.touched:
             if st.alive:
                 st.record_versions()
         self.touched.clear()
-        if self.write_back:
-            for st in self.states:
-                st.materialize()
-
-    def guard_all(self) -> None:
-        for st in self.states:
-            live = st.tensors()
-            # a tensor without a version counter is guarded in any order: writes must be seen
-            if st.in_order and not any(t.is_inference() for t in live):
-                continue
-            if self.write_back:
-                st.materialize()
-            elif st.exported or not all(guard.possible(t) for t in live):
-                st.materialize()
-                self.note(
-                    "caches are put in order after every call: something else holds their memory "
-                    "(a view, a detached or NumPy alias, a state_dict), or they are not plain tensors"
-                )
-            else:
-                for t in live:
-                    guard.put(t)
 
     def saturated(self) -> int:
         """Values written beyond a calibrated maximum (clamped); waits for the device."""
@@ -143,6 +84,7 @@ class Session:
                 for t in st.tensors():
                     guard.lift(t)
                 st.materialize()
+        guard_all(self.note)
 
     def invalidate(self) -> None:
         self.materialize()
@@ -231,6 +173,12 @@ class GraphRuntime:
         """``args``: the graph's inputs in order (boxed: the list is emptied)."""
         args_in = list(args)
         args.clear()
+        try:
+            return self._call(args_in)
+        finally:
+            self.const.args = ()  # a freed cache must not be kept alive
+
+    def _call(self, args_in: list[Any]) -> Any:
         states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
         try:
             for i in self.others if OWNERS else ():
@@ -350,10 +298,9 @@ class GraphRuntime:
             if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():
                 raise Fallback("a cache with several slot axes is not contiguous")
         st = CohortState(c.cohort, handles, self.session.counters)
+        st.write_back = self.session.write_back
         st.record_versions()
-        for t in users:
-            OWNERS.setdefault(id(t), []).append(st)
-            weakref.finalize(t, _forget, id(t), weakref.ref(st))
+        take(st, users)
         self.session.states = [s for s in self.session.states if owns(s)]
         self.session.states.append(st)
         return st
@@ -366,7 +313,7 @@ class GraphRuntime:
             for j, v in enumerate(c.cohort.views):
                 if v.klass == r.klass and j in st.storages:
                     with torch.no_grad():
-                        refresh(st, v, j, caches[v.cache], src, r.at, r.rows, c.readers[r.klass],
+                        refresh(st, v, j, caches[v.cache], src, r.at, r.rows, r.readers,
                                 self.const, c.cohort.rotations.get(r.klass), r.frame)  # fmt: skip
             st.counters.refreshed_slots += len(r.cids)
 
@@ -386,11 +333,3 @@ class GraphRuntime:
 def _cut(tensor: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
     assert part is not None
     return tensor.narrow(part[0], part[1], 1)
-
-
-def _forget(ident: int, ref: weakref.ref[CohortState]) -> None:
-    """A cache tensor died: its state goes with it."""
-    st = ref()
-    if st is not None:
-        _drop(ident, st)
-        st.storages.clear()

@@ -107,15 +107,19 @@ class CohortState:
             if cohort.unified and v.raw:
                 continue
             dev = cohort.caches[v.cache].info.node.meta["val"].device
-            self.storages[j] = torch.empty(v.storage_shape(cap), dtype=v.fn.dtype, device=dev)
+            with torch.inference_mode(False):  # kept for calls in any mode
+                self.storages[j] = torch.empty(v.storage_shape(cap), dtype=v.fn.dtype, device=dev)
             self.axes[j] = v.axis
             self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
         self.versions: list[int | None] = [None] * len(handles)
+        self.write_back = False  # the caches must be in order after every call
         self.exported = False  # its memory was handed out: it must stay in order
+        self.untrusted = False  # writes cannot be seen: views are made anew in every call
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: Any = None
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
-        self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
+        with torch.inference_mode(False):
+            self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
         counters.imports += 1
 
     # -- the user's tensors --------------------------------------------------------------------
@@ -156,7 +160,11 @@ class CohortState:
         if self.in_order:
             return
         src = self.place.find(self.cids)
-        for t, dims in zip(self.caches(), self.dims, strict=True):
+        for h, dims in zip(self.handles, self.dims, strict=True):
+            user = h.owner()
+            if user is None:
+                continue  # freed by the user; the others must be put in order all the same
+            t = h.cut(user)
             flat = self.merged(t, dims)
             idx = torch.from_numpy(src).to(t.device)
             with torch.inference_mode(t.is_inference()), torch.no_grad():
@@ -170,7 +178,8 @@ class CohortState:
                     c.rows = [r[torch.from_numpy(src)] for r in c.rows]
         self.place.content = self.cids.copy()
         self.counters.materializations += 1
-        self.record_versions()
+        if self.alive:
+            self.record_versions()
 
     def invalidate(self) -> None:
         """The caches were written from outside: every view is out of date."""
@@ -187,8 +196,9 @@ class CohortState:
 
     def check_versions(self) -> None:
         """Notice writes from outside since the last call."""
-        if self.dirty:
+        if self.dirty or self.untrusted:
             self.dirty = False
+            self.materialize()
             self.invalidate()
         for i, t in enumerate(self.caches()):
             if t.is_inference() or self.versions[i] is None or t._version == self.versions[i]:
@@ -202,9 +212,10 @@ class CohortState:
             self.invalidate()
             break
 
-    def touched_outside(self, exported: bool) -> None:
+    def touched_outside(self, exported: bool, uncounted: bool) -> None:
         """An operation outside rtc had one of the caches as an argument."""
         self.exported |= exported
+        self.dirty |= exported or uncounted
         self.dirty |= any(t.is_inference() for t in self.caches())
 
     def record_versions(self) -> None:
@@ -231,6 +242,7 @@ class Refresh:
     cids: np.ndarray
     at: np.ndarray
     rows: list[torch.Tensor]
+    readers: list[TableReader]
     frame: np.ndarray | None
 
 
@@ -251,11 +263,13 @@ class CohortRuntime:
         self.index, self.cohort = index, cohort
         self.extras = [e for e in extras if e.cohort == index]
         self.inputs = [c.info.index for c in cohort.caches]
-        self.readers: dict[str, list[TableReader]] = {}
+        self.readers: dict[str, dict[Any, list[TableReader]]] = {}  # class -> read -> operands
         self.lead: dict[str, int] = {}
         for v in cohort.views:
-            if not (cohort.unified and v.raw) and v.klass not in self.readers:
-                self.readers[v.klass] = [TableReader(o) for o in v.tables()]
+            if not (cohort.unified and v.raw):
+                reads = self.readers.setdefault(v.klass, {})
+                for key in v.by_read:
+                    reads.setdefault(key, [TableReader(o) for o in v.tables(key)])
                 self.lead[v.klass] = first_of_class(cohort, v)
         counts: dict[int, int] = {}
         for c in cohort.caches:
@@ -308,30 +322,38 @@ class CohortRuntime:
             for klass, c in noted.items():
                 if not self._reads(klass, event):
                     continue
-                rows = [r.rows(event.expr, ids, env, memo) for r in self.readers[klass]]
+                readers = self.readers[klass][event.expr.key]
+                rows = [r.rows(event.expr, ids, env, memo) for r in readers]
                 lost = ~fresh & (c.cid[where] != cids)
                 bad = lost.copy()
                 for have, want in zip(c.rows or [], rows, strict=bool(c.rows)):
                     bad |= ~fresh & changed(have[torch.from_numpy(where)], want)
+                turned_now = False
                 if klass not in read:
+                    frame = c.frame
                     bad = self._turn(st, c, klass, rows, where, ~fresh & ~lost, bad)
+                    turned_now = frame is not None and c.frame is not frame
                 if bad.any():
                     if klass in read or (e > 0 and co.order != "ring"):
                         raise Fallback("tables change between the reads of one call")
                     pick = torch.from_numpy(np.nonzero(bad)[0])
                     out.refresh.append(
-                        Refresh(klass, cids[bad], came[bad], [r[pick] for r in rows], c.frame)
+                        Refresh(
+                            klass, cids[bad], came[bad], [r[pick] for r in rows], readers, c.frame
+                        )
                     )
                 for k, _ in event.present:
                     if k not in written[klass]:
                         at, _ = self._picked(ids, k)
-                        self._table_inputs(out, e, k, klass, rows, at)
+                        self._table_inputs(out, e, k, klass, readers, rows, at)
                         c.cid[where[at]] = cids[at]
                         written[klass].add(k)
                 c.cid[where[bad]] = cids[bad]
                 if (c.cid[where] != cids).any():
                     raise Fallback("a fresh row comes back after it was dropped")
-                c.rows = [_scattered(want, where, len(c.cid)) for want in rows]
+                # rows of kept slots stay as they were used: small differences must add up
+                new_rows = np.ones(len(ids), dtype=bool) if turned_now else bad | fresh
+                c.rows = _scattered(rows, c.rows, where, new_rows, len(c.cid))
                 read.add(klass)
         ids = evaluate(co.commit, env, memo).ravel()
         cids = self._cids(st, ids)
@@ -455,9 +477,10 @@ class CohortRuntime:
         out.extras[extra] = torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64))
 
     def _table_inputs(
-        self, out: Prepared, e: int, k: int, klass: str, rows: list[torch.Tensor], at: np.ndarray
-    ) -> None:
-        for num, (reader, r) in enumerate(zip(self.readers[klass], rows, strict=True)):
+        self, out: Prepared, e: int, k: int, klass: str, readers: list[TableReader],
+        rows: list[torch.Tensor], at: np.ndarray,
+    ) -> None:  # fmt: skip
+        for num, (reader, r) in enumerate(zip(readers, rows, strict=True)):
             op = reader.operand
             if not isinstance(op.node.meta["val"], torch.Tensor):
                 continue
@@ -493,9 +516,18 @@ def _room(start: Placement, used: np.ndarray, count: int) -> np.ndarray:
     return spots
 
 
-def _scattered(rows: torch.Tensor, where: np.ndarray, n: int) -> torch.Tensor:
-    out = torch.zeros((n, rows.shape[1]), dtype=rows.dtype)
-    out[torch.from_numpy(where)] = rows
+def _scattered(
+    rows: list[torch.Tensor], have: list[torch.Tensor] | None, where: np.ndarray, new: np.ndarray, n: int
+) -> list[torch.Tensor]:
+    """Stored rows with those of the positions ``new`` replaced."""
+    if have is None:
+        have, new = [torch.zeros((n, r.shape[1]), dtype=r.dtype) for r in rows], new | True
+    if not new.any():
+        return have
+    at, pick = torch.from_numpy(where[new]), torch.from_numpy(np.nonzero(new)[0])
+    out = [h.clone() for h in have]
+    for o, r in zip(out, rows, strict=True):
+        o[at] = r[pick]
     return out
 
 

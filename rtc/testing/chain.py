@@ -114,6 +114,18 @@ def check_chain(
     return result
 
 
+def _same_start(eager: nn.Module, twin: nn.Module) -> None:
+    """Raise ValueError where two models differ.
+
+    A function of its own: the state dicts alias every cache, and a compiler that finds a cache
+    aliased has to be careful with it for as long as they live.
+    """
+    ours, theirs = eager.state_dict(), twin.state_dict()
+    differing = [k for k, v in ours.items() if k not in theirs or not torch.equal(v, theirs[k])]
+    if differing or ours.keys() != theirs.keys():
+        raise ValueError(f"build() made two different models; they differ in {differing[:4]}")
+
+
 def check_compile(
     build: Callable[[], Callable[..., Any]],
     inputs: Inputs,
@@ -147,10 +159,7 @@ def check_compile(
     with seeded(seed):
         twin = build()
     if isinstance(eager, nn.Module) and isinstance(twin, nn.Module):
-        ours, theirs = eager.state_dict(), twin.state_dict()
-        differing = [k for k, v in ours.items() if k not in theirs or not torch.equal(v, theirs[k])]
-        if differing or ours.keys() != theirs.keys():
-            raise ValueError(f"build() made two different models; they differ in {differing[:4]}")
+        _same_start(eager, twin)
     compiled = compile(twin)
     try:
         return check_chain(eager, compiled, inputs, steps=steps, seed=seed, **checks)

@@ -1,0 +1,97 @@
+"""Who keeps which cache, over all compiled models of the process: two of them may share caches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from rtc.runtime import guard
+from rtc.runtime.state import CohortState
+
+# id of a user's tensor -> the states that keep (a part of) it
+OWNERS: dict[int, list[CohortState]] = {}
+_FINALIZERS: dict[int, Any] = {}
+
+
+def owners(t: Any) -> list[CohortState]:
+    """The states that keep ``t`` or parts of it."""
+    states = OWNERS.get(id(t)) if isinstance(t, torch.Tensor) else None
+    return [st for st in states if any(h.owner() is t for h in st.handles)] if states else []
+
+
+def owns(st: CohortState) -> bool:
+    """Whether ``st`` still keeps its caches: another graph may have taken them over."""
+    return st.alive and all(st in OWNERS.get(h.key[0], ()) for h in st.handles)
+
+
+def take(st: CohortState, tensors: Iterable[torch.Tensor]) -> None:
+    """Note that ``st`` keeps these tensors from now on."""
+    for t in tensors:
+        OWNERS.setdefault(id(t), []).append(st)
+        if id(t) not in _FINALIZERS:
+            _FINALIZERS[id(t)] = weakref.finalize(t, _forget, id(t))
+
+
+def release(st: CohortState) -> None:
+    """Give the caches back to the user, in order, and forget the views."""
+    for t in st.tensors():
+        guard.lift(t)
+    st.materialize()
+    for h in st.handles:
+        _drop(h.key[0], st)
+    st.storages.clear()
+    st.classes.clear()
+
+
+def _drop(ident: int, st: CohortState) -> None:
+    rest = [s for s in OWNERS.get(ident, ()) if s is not st]
+    if rest:
+        OWNERS[ident] = rest
+        return
+    OWNERS.pop(ident, None)
+    final = _FINALIZERS.pop(ident, None)
+    if final is not None:
+        final.detach()
+
+
+def _forget(ident: int) -> None:
+    """A cache tensor died: its states go with it, and the tensors they also kept are put in order."""
+    _FINALIZERS.pop(ident, None)
+    for st in OWNERS.get(ident, []).copy():
+        release(st)
+
+
+def states() -> list[CohortState]:
+    """All states, each once."""
+    return list({id(st): st for sts in OWNERS.values() for st in sts}.values())
+
+
+def lift_all() -> None:
+    """Make all kept caches plain tensors, as Dynamo must see them."""
+    for st in states():
+        for t in st.tensors():
+            guard.lift(t)
+
+
+def guard_all(note: Callable[[str], None]) -> None:
+    """Watch all kept caches until the next call, or keep them in order where that cannot be done."""
+    for st in states():
+        live = st.tensors()
+        if st.write_back:
+            st.materialize()
+            # nothing watches these tensors but their version counters
+            st.untrusted = any(t.is_inference() or not guard.alone(t) for t in live)
+        elif st.exported or not all(guard.possible(t) for t in live):
+            st.materialize()
+            st.untrusted = True
+            note(
+                "caches are kept in order and views made anew in every call: something else holds "
+                "their memory (a view, a detached or NumPy alias, a state_dict)"
+            )
+        else:
+            st.untrusted = False
+            for t in live:
+                guard.put(t)
