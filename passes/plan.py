@@ -187,7 +187,11 @@ def build(
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
     for info in inputs:
-        if info.is_int or (info.parameter and not info.mutated) or not isinstance(info.node.meta["val"], torch.Tensor):
+        if (
+            info.is_int
+            or (info.parameter and not info.mutated)
+            or not isinstance(info.node.meta["val"], torch.Tensor)
+        ):
             continue
         found = _find_cache(host, exprs, info, hints, calibrate, raw_only)
         if isinstance(found, Cache):
@@ -389,7 +393,9 @@ def _events(plan: CachePlan, cohort: Cohort) -> None:
         )
         cohort.refuse("hoist_rope", cohort.refusals["ring_cache"][-1])
         return
-    env = HostProgram(plan.host, {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()})
+    env = HostProgram(
+        plan.host, {n for e in (*cohort.reads, cohort.commit) for n in e.host_nodes()}
+    )
     vals = env.run(plan.sample, {}) if not env.const_inputs else None
     if vals is None:
         refusal = Refusal("slots move by an index tensor that the module holds")

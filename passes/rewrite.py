@@ -137,7 +137,17 @@ class Rewriter:
         """The placeholder for ``e``, made once."""
         if e not in self._extra:
             with self.graph.inserting_after(self._last):
-                name = "_".join(["rtc", e.kind, *(str(x) for x in (e.cohort, e.event, e.source, e.view, e.operand) if x >= 0)])
+                name = "_".join(
+                    [
+                        "rtc",
+                        e.kind,
+                        *(
+                            str(x)
+                            for x in (e.cohort, e.event, e.source, e.view, e.operand)
+                            if x >= 0
+                        ),
+                    ]
+                )
                 node = self.graph.placeholder(name)
             mode = _fake_mode(self.graph)
             with mode:
@@ -171,7 +181,11 @@ class Rewriter:
                 continue
             dev = rows.meta["val"].device
             counter = self.extra(Extra("saturated", i, shape=(1,)), dev)
-            wide = self.call(aten.amax.default, (self.call(aten.abs.default, (rows,), {}), _reduced(node), True), {})
+            wide = self.call(
+                aten.amax.default,
+                (self.call(aten.abs.default, (rows,), {}), _reduced(node), True),
+                {},
+            )
             top = self._as(self._scale_inputs[node], tuple(wide.meta["val"].shape))
             over = self.call(aten.gt.Tensor, (self.call(aten.abs.default, (rows,), {}), top), {})
             n = self.call(aten.sum.default, (over,), {})
@@ -200,7 +214,9 @@ class Rewriter:
         for j, v in views:
             if not (cohort.unified and v.raw):
                 shape = v.storage_shape(cohort.capacity)
-                store[j] = self.extra(Extra("view", i, view=j, shape=shape, dtype=v.fn.dtype), device)
+                store[j] = self.extra(
+                    Extra("view", i, view=j, shape=shape, dtype=v.fn.dtype), device
+                )
         start = dict(store)
         written: dict[int | None, set[int]] = {s: set() for s in store}
         for e, event in enumerate(cohort.events):

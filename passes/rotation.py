@@ -68,7 +68,10 @@ def find(view: View) -> Rotation | None:
         return None
     inner = _inner(at)
     tables = at.operands()
-    if inner is None or any(o.role != "table" or not o.dtype.is_floating_point and not o.dtype.is_complex for o in tables):
+    if inner is None or any(
+        o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
+        for o in tables
+    ):
         return None
     if any(not isinstance(o.node.meta["val"], torch.Tensor) for o in tables):
         return None
@@ -192,10 +195,20 @@ def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:
         """[n, heads.., D] -> [n, heads, D]; u [n, *inner features]."""
         n = len(u)
         x = u.reshape(n, *(s for i, s in enumerate(inner.shape) if i not in inner.dims))
-        x = x.movedim(0, inner.dims[0]).reshape(with_slots(inner.shape, inner.dims, n)).to(inner.dtype)
-        values = {o.key: shaped_rows(o, r, torch.device("cpu")) for o, r in zip(tables, rows, strict=True)}
+        x = (
+            x.movedim(0, inner.dims[0])
+            .reshape(with_slots(inner.shape, inner.dims, n))
+            .to(inner.dtype)
+        )
+        values = {
+            o.key: shaped_rows(o, r, torch.device("cpu")) for o, r in zip(tables, rows, strict=True)
+        }
         out = emit(
-            at, n, _call_on_cpu, lambda f: x if f.key == inner.key else None, lambda o: values[o.key]
+            at,
+            n,
+            _call_on_cpu,
+            lambda f: x if f.key == inner.key else None,
+            lambda o: values[o.key],
         )
         return out.movedim(at.dims[0], 0).reshape(n, -1, feat).to(torch.float64)
 
@@ -271,6 +284,8 @@ def _checks(rot: Rotation, run: Any, draw: Any, feat: int, width: int, gen: Any)
 
 
 def _call_on_cpu(target: Any, args: Any, kwargs: Any) -> Any:
-    kwargs = {k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    kwargs = {
+        k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in kwargs.items()
+    }
     kwargs.pop("pin_memory", None)
     return target(*args, **kwargs)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(("Compiled", "compile", "explain"), "rtc.compiled"),
     **dict.fromkeys(
-        ("HostSyncError", "OptionsError", "RtcError", "StateError", "UnsupportedError"), "rtc.errors"
+        ("HostSyncError", "OptionsError", "RtcError", "StateError", "UnsupportedError"),
+        "rtc.errors",
     ),
     "Options": "rtc.options",
     "Report": "rtc.report",

@@ -203,6 +203,7 @@ def _owned(
     run: Callable[..., Any], inputs: list[InputInfo], session: Session
 ) -> Callable[..., Any]:
     """A graph without caches of its own: caches that another graph keeps are put in order first."""
+
     def call(args: list[Any]) -> Any:
         if OWNERS:
             for i in inputs:
@@ -232,7 +233,16 @@ def hide_attention(gm: fx.GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        names = (
+            "query",
+            "key",
+            "value",
+            "attn_mask",
+            "dropout_p",
+            "is_causal",
+            "scale",
+            "enable_gqa",
+        )
         bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         if bound.get("dropout_p", 0.0) != 0.0:
             continue
@@ -306,9 +316,7 @@ def _source(node: fx.Node) -> tuple[str, Any]:
 def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = len(nodes) == len(sources)
-    mutated = {
-        n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)
-    }
+    mutated = {n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)}
     out = []
     for i, n in enumerate(nodes):
         name, _ = sources[i] if known else (n.name, None)

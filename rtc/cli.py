@@ -75,8 +75,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{_target_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("target", metavar="TARGET", help="path/to/file.py:factory or package.module:factory")
-    p.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML file too")
+    p.add_argument(
+        "target", metavar="TARGET", help="path/to/file.py:factory or package.module:factory"
+    )
+    p.add_argument(
+        "--html", metavar="FILE", type=Path, help="write the report as one HTML file too"
+    )
     p.set_defaults(command="explain", run=_explain)
     _json(p)
     _options(p)
@@ -124,7 +128,9 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    off = {n: False for n in Options().switches() if getattr(args, _switch(n)[2:].replace("-", "_"))}
+    off = {
+        n: False for n in Options().switches() if getattr(args, _switch(n)[2:].replace("-", "_"))
+    }
     return Options(**off, quantize=args.quantize, lowering=args.lowering)
 
 
@@ -135,7 +141,9 @@ def _demo_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--chunks", type=int, default=100, help="chunks to stream (default: 100, two resets)"
     )
-    p.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16", "float16"))
+    p.add_argument(
+        "--dtype", default="float32", choices=("float32", "float64", "bfloat16", "float16")
+    )
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument(
@@ -200,7 +208,9 @@ def _explain(args: argparse.Namespace) -> int:
         except rtc.RtcError:
             raise
         except Exception as e:
-            raise UsageError(f"{args.target} cannot be captured as one graph: {_first_line(e)}") from e
+            raise UsageError(
+                f"{args.target} cannot be captured as one graph: {_first_line(e)}"
+            ) from e
     if args.html is not None:
         from rtc.show import html
 
@@ -236,7 +246,10 @@ def _demo(args: argparse.Namespace) -> int:
         summary.print_demo(text.console(), result)
         print(f"\nreport: {args.out}")
     if result["interrupted"]:
-        print(f"rtc: interrupted while {result['interrupted']}; kept what was measured", file=sys.stderr)
+        print(
+            f"rtc: interrupted while {result['interrupted']}; kept what was measured",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     for failure in result["failures"]:
         print(f"rtc: check failed: {failure}", file=sys.stderr)

@@ -160,7 +160,10 @@ def explain(
     try:
         while True:
             try:
-                with torch.no_grad(), _capture(_signature(model), args, kwargs, compiler.fixed or {}):
+                with (
+                    torch.no_grad(),
+                    _capture(_signature(model), args, kwargs, compiler.fixed or {}),
+                ):
                     call(*args, **kwargs)
             except BackendCompilerFailed as e:
                 if not isinstance(e.inner_exception, Specialize):

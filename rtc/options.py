@@ -39,7 +39,9 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("hoist_rope", "hoist_quantize", "ring_cache", "write_back", "warn"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionsError(f"{name} is a switch: True or False, not {getattr(self, name)!r}")
+                raise OptionsError(
+                    f"{name} is a switch: True or False, not {getattr(self, name)!r}"
+                )
         if self.quantize not in ("exact", "calibrated"):
             raise OptionsError(f"quantize is 'exact' or 'calibrated', not {self.quantize!r}")
         if self.lowering not in ("inductor", "eager"):

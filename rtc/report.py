@@ -58,7 +58,9 @@ class GraphReport:
                         "shape": [int(s) for s in c.info.node.meta["val"].shape],
                         "slot_dims": list(c.dims),
                         "slots": c.slots,
-                        "new_rows": sum(m for _, m in cohort.stored.present) if cohort.stored else 0,
+                        "new_rows": sum(m for _, m in cohort.stored.present)
+                        if cohort.stored
+                        else 0,
                         "order": cohort.order,
                         "views": ["raw" if v.raw else f"{v.fn.arithmetic()} ops" for v in views],
                         "view_bytes": sum(

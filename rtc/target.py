@@ -78,7 +78,9 @@ def _by_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as e:
-        missing = isinstance(e, ModuleNotFoundError) and (e.name or "").startswith(name.split(".")[0])
+        missing = isinstance(e, ModuleNotFoundError) and (e.name or "").startswith(
+            name.split(".")[0]
+        )
         hint = f" ({_FORMS})" if missing else ""
         raise TargetError(f"importing {name} raised {_short(e)}{hint}") from e
 

@@ -80,7 +80,12 @@ class Exprs:
         self, op: str, children: Sequence[SlotExpr], args: Sequence[Any], shape: Sequence[int]
     ) -> SlotExpr:
         shape = tuple(int(s) for s in shape)
-        key: Any = (op, tuple(c.key for c in children), tuple(self._host_key(a) for a in args), shape)
+        key: Any = (
+            op,
+            tuple(c.key for c in children),
+            tuple(self._host_key(a) for a in args),
+            shape,
+        )
         if key in self._intern:
             return self._intern[key]
         expr = SlotExpr(op, tuple(children), tuple(args), shape, None)

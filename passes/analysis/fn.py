@@ -168,7 +168,16 @@ def with_slots(shape: Sequence[int], dims: Sequence[int], n: int) -> tuple[int, 
 
 
 def raw_fn(shape: Sequence[int], dims: Sequence[int], dtype: torch.dtype) -> Fn:
-    return Fn("raw", None, (), (), tuple(shape), tuple(dims), dtype, ("raw", off_slots(shape, dims), tuple(dims)))
+    return Fn(
+        "raw",
+        None,
+        (),
+        (),
+        tuple(shape),
+        tuple(dims),
+        dtype,
+        ("raw", off_slots(shape, dims), tuple(dims)),
+    )
 
 
 def op_fn(
@@ -382,9 +391,7 @@ def substituting(old: Fn, rows: Any) -> Callable[[Fn], Any]:
     return lambda f: rows if f.key == old.key else None
 
 
-def invert_layout(
-    fn: Fn, n: int, call: Call, value: Any, stop: Fn | None = None
-) -> Any | None:
+def invert_layout(fn: Fn, n: int, call: Call, value: Any, stop: Fn | None = None) -> Any | None:
     """From ``fn``'s layout back to that of ``stop`` (raw), where only layout lies between.
 
     None where there is no way back.
@@ -403,5 +410,7 @@ def invert_layout(
             inverse = [perm.index(i) for i in range(len(perm))]
             value = call(aten.permute.default, (value, inverse), {})
         else:
-            value = call(aten.reshape.default, (value, list(with_slots(child.shape, child.dims, n))), {})
+            value = call(
+                aten.reshape.default, (value, list(with_slots(child.shape, child.dims, n))), {}
+            )
     return value

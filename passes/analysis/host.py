@@ -86,7 +86,11 @@ class HostInfo:
                 self.data_source[node] = node
             return deps
         if node.op == "get_attr":
-            return Deps.NONE if isinstance(self.get_attr(str(node.target)), torch.Tensor) else Deps.DATA
+            return (
+                Deps.NONE
+                if isinstance(self.get_attr(str(node.target)), torch.Tensor)
+                else Deps.DATA
+            )
         if node.op != "call_function":
             return Deps.DATA
         deps = Deps.NONE

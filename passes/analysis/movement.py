@@ -89,7 +89,9 @@ def _slice(an: LocalAnalysis, node: fx.Node) -> Any:
     k = _axis(v, _arg(node, 1, "dim", 0), len(x))
     if k is None:
         return None
-    start, end, step = (_arg(node, i, n, d) for i, n, d in ((2, "start", None), (3, "end", None), (4, "step", 1)))
+    start, end, step = (
+        _arg(node, i, n, d) for i, n, d in ((2, "start", None), (3, "end", None), (4, "step", 1))
+    )
     _host_args(an, start, end)
     shape = _shape(node)
     new = [shape[d] for d in v.dims]
@@ -149,7 +151,9 @@ def _scatter(an: LocalAnalysis, node: fx.Node) -> Any:
         rows = an.exprs.reshape(rows, [s for i, s in enumerate(rows.shape) if i != k])
         expr = an.exprs.make("select_scatter", (bv.expr, rows), (k, index), bv.expr.shape)
         return type(bv)(dims, expr, bv.fn)
-    start, end, step = (_arg(node, i, n, d) for i, n, d in ((3, "start", None), (4, "end", None), (5, "step", 1)))
+    start, end, step = (
+        _arg(node, i, n, d) for i, n, d in ((3, "start", None), (4, "end", None), (5, "step", 1))
+    )
     _host_args(an, start, end)
     fn, dims, (be, se) = _unify(an, node, [(base, dst_shape), (src, _shape(src))])
     if _covers(start, end, step, be.shape[k]):
@@ -289,7 +293,9 @@ def _roll(an: LocalAnalysis, node: fx.Node) -> Any:
     if any(a not in v.dims for a in axes):
         raise NotLocal("slots and features are rolled at once")
     _host_args(an, *shifts)
-    expr = an.exprs.make("roll", (v.expr,), (*shifts, *(v.dims.index(a) for a in axes)), v.expr.shape)
+    expr = an.exprs.make(
+        "roll", (v.expr,), (*shifts, *(v.dims.index(a) for a in axes)), v.expr.shape
+    )
     return type(v)(v.dims, expr, v.fn)
 
 
@@ -408,7 +414,7 @@ _RULES = {
     aten.index_select.default: _index,
     aten.index_put.default: _index_put,
     aten.index_copy.default: _index_put,
-    **{op: _split for op in SPLITS},
+    **dict.fromkeys(SPLITS, _split),
 }
 
 

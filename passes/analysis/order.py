@@ -152,9 +152,7 @@ class OrderAnalysis:
             axis = (int(node.args[1]) if len(node.args) > 1 else 0) % rank  # type: ignore[arg-type]
             if axis in dims:
                 raise NotLocal("slots are picked by their place")
-            return Ordered(
-                tuple(d - (axis < d and t is aten.select.int) for d in dims), token
-            )
+            return Ordered(tuple(d - (axis < d and t is aten.select.int) for d in dims), token)
         if t in NORMS:
             raise NotLocal("a norm over values that mix slots")
         raise NotLocal(f"{t} may depend on the order of the slots")

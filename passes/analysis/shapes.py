@@ -19,9 +19,7 @@ def ints(shape: Sequence[object]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def reshape_groups(
-    src: Sequence[int], dst: Sequence[int]
-) -> list[tuple[list[int], list[int]]]:
+def reshape_groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Smallest groups of source and target axes with equal products, in order."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
@@ -52,9 +50,7 @@ def reshape_groups(
     return groups
 
 
-def reshape_dims(
-    src: Sequence[int], dst: Sequence[int], dims: Sequence[int]
-) -> tuple[int, ...]:
+def reshape_dims(src: Sequence[int], dst: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
     """Where the tracked axes ``dims`` of ``src`` are in ``dst``.
 
     Raises NotLocal where a tracked axis is merged with an untracked one.

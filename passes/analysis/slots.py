@@ -291,7 +291,14 @@ class LocalAnalysis:
         res = []
         for i, o in enumerate(outs):
             fn = op_fn(
-                "item", operator.getitem, (whole.fn, i), {}, shapes.ints(o.shape), dims, o.dtype, node
+                "item",
+                operator.getitem,
+                (whole.fn, i),
+                {},
+                shapes.ints(o.shape),
+                dims,
+                o.dtype,
+                node,
             )
             res.append(SlotVal(tuple(dims), expr, fn))
         return res
@@ -400,7 +407,14 @@ class LocalAnalysis:
         child = v.fn.children[0]
         top = torch.finfo(v.fn.dtype).max
         safe = op_fn(
-            "op", aten.clamp.default, (child, -top, top), {}, child.shape, child.dims, child.dtype, node
+            "op",
+            aten.clamp.default,
+            (child, -top, top),
+            {},
+            child.shape,
+            child.dims,
+            child.dtype,
+            node,
         )
         args = (safe, *v.fn.args[1:])
         fn = op_fn("op", v.fn.target, args, dict(v.fn.kwargs), v.fn.shape, v.dims, v.fn.dtype, node)
@@ -453,7 +467,9 @@ class LocalAnalysis:
         parts: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
         vals = [self.val(p) for p in parts]
         found = next(v for v in vals if v is not None)
-        if any(v is not None and (v.expr.key, v.dims) != (found.expr.key, found.dims) for v in vals):
+        if any(
+            v is not None and (v.expr.key, v.dims) != (found.expr.key, found.dims) for v in vals
+        ):
             raise NotLocal("different slots are joined")
         axis = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         axis %= len(shape_of(node))

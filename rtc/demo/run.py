@@ -14,16 +14,14 @@ import torch
 
 from rtc.demo import machine, sides, stats, warm
 from rtc.demo.check import Check
+from rtc.demo.ladder import CHUNKS as LADDER_CHUNKS
+from rtc.demo.ladder import Ladder
 from rtc.demo.settings import Settings
 from rtc.demo.sides import Side
-from rtc.errors import OptionsError
 from rtc.model import build, example_inputs
-from rtc.options import Options
-from rtc.passes.pipeline import names as pass_names
 from rtc.show.progress import Progress, Stage
 from rtc.testing import check_compile
 
-LADDER_CHUNKS = 30
 EXACT_STEPS = 60
 
 
@@ -60,6 +58,7 @@ class Demo:
         except KeyboardInterrupt:
             interrupted = self.stage_name
         finally:
+            self._read_report()
             for side in self.sides:
                 side.close()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -113,7 +112,10 @@ class Demo:
     def _exactness(self) -> None:
         """Float64 on the smallest preset: a wrong slot or position cannot hide behind rounding."""
         options = replace(self.options, quantize="exact", inductor={})
-        with self._stage("float64 against eager, preset tiny"), sides.code_cache(f"{self.folder}/tiny"):
+        with (
+            self._stage("float64 against eager, preset tiny"),
+            sides.code_cache(f"{self.folder}/tiny"),
+        ):
             result = check_compile(
                 lambda: build("tiny", dtype=torch.float64),
                 lambda step: (example_inputs("tiny", step, dtype=torch.float64), {}),
@@ -208,63 +210,19 @@ class Demo:
         if side is not None:
             self.report = side.call.report().to_dict()  # type: ignore[attr-defined]
 
-    # -- what each switch is worth -----------------------------------------------------------------
+    # -- beyond the three -----------------------------------------------------------------------
 
     def _ladder(self) -> None:
-        """Runs with the passes that applied switched on one by one; the last rung is rtc itself."""
         assert self.report is not None
-        applied = {p["name"] for g in self.report["graphs"] for p in g["passes"] if p["applied"]}
-        on = [n for n in pass_names() if n in applied]
+        ladder = Ladder(self.settings, self.options, self.folder, self._stage, self._note)
         full = next(x for x in self.sides if x.key == "rtc")
-        rungs: list[Side] = []
-        for i in range(len(on)):
-            label = " + ".join(on[:i]) or "all passes off"
-            with self._stage(f"compiling with rtc, {label}") as stage:
-                side = self._rung(label, replace(self.options, **dict.fromkeys(on[i:], False)), stage)
-            if side is not None:
-                rungs.append(side)
-        if not rungs:
-            return
-        begin, n = len(full.seconds), min(LADDER_CHUNKS, len(self.outputs))
-        name = f"streaming {n} chunks with passes switched off"
+        ladder.compile(self.report)
         try:
-            with self._stage(name, total=n - 1) as stage, sides.no_collections():
-                for i in range(1, n):
-                    for side in rungs:
-                        out = side.step(sides.inputs(self.settings, i))
-                        self.check.variant(side.label, i, *_swap(self.outputs[i], out))
-                    # rtc goes on with its own stream: the work of a step does not depend on data
-                    full.step(sides.inputs(self.settings, begin + i - 1))
-                    stage.advance()
+            ladder.stream(full, self.outputs, self.check)
         finally:
-            self._rungs_done(rungs, full, begin, on)
+            self.ladder = ladder.close()
         if self.check.failure is not None:
             self.failures.append(f"rtc with passes off differs from eager at {self.check.failure}")
-
-    def _rung(self, label: str, options: Options, stage: Stage) -> Side | None:
-        key = label.replace(" ", "")
-        try:
-            side = sides.rtc_side(self.settings, options, key, label, on_phase=stage.say)
-            with sides.code_cache(f"{self.folder}/{key}"):
-                side.step(sides.inputs(self.settings, 0))
-        except OptionsError as e:
-            self._note(f"{label} is not a legal combination: {e}")
-            return None
-        return side
-
-    def _rungs_done(self, rungs: list[Side], full: Side, begin: int, on: list[str]) -> None:
-        # padded, so that the same number of chunks is skipped on all
-        tail = [0.0, *full.seconds[begin:]]
-        del full.seconds[begin:]
-        rows = [(x.label, x.seconds, x) for x in rungs] + [(" + ".join(on), tail, None)]
-        for label, seconds, side in rows:
-            row = {"label": label, **stats.steps(seconds, [])}
-            if "median_ms" in row:
-                row["ratio"] = stats.paired_ratio(seconds, tail)
-                row["full"] = side is None
-                self.ladder.append(row)
-            if side is not None:
-                side.close()
 
     def _warm(self) -> None:
         for side in self.sides[1:]:
@@ -281,8 +239,6 @@ class Demo:
     # -- the result ----------------------------------------------------------------------------
 
     def _result(self, started: float, interrupted: str | None) -> dict[str, Any]:
-        if self.report is None:
-            self._read_report()
         s = self.settings
         by_key = {x.key: x for x in self.sides}
         variants = []
@@ -303,9 +259,18 @@ class Demo:
             "notes": self.notes,
             "started": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(started)),
             "seconds": round(time.time() - started, 1),
-            "settings": {**s.to_dict(), "options": self.options.to_dict(), "inductor": self.inductor},
+            "settings": {
+                **s.to_dict(),
+                "options": self.options.to_dict(),
+                "inductor": self.inductor,
+            },
             "machine": self.machine,
-            "chunks": {"planned": s.chunks, "done": done, "skipped": stats.SKIP, "resets": s.resets},
+            "chunks": {
+                "planned": s.chunks,
+                "done": done,
+                "skipped": stats.SKIP,
+                "resets": s.resets,
+            },
             "exactness": self.exactness,
             "comparison": self.check.to_dict(),
             "variants": variants,
@@ -313,11 +278,6 @@ class Demo:
             "switches": self.ladder,
             "report": self.report,
         }
-
-
-def _swap(pair: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor) -> tuple[Any, ...]:
-    eager, reference = pair
-    return eager, out, reference
 
 
 def _line(e: BaseException) -> str:

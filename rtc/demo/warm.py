@@ -21,7 +21,12 @@ from rtc.options import Options
 def measure(settings: Settings, kind: str, inductor: dict[str, Any], folder: str) -> float:
     """Seconds of the first call. RuntimeError with the last line of a process that failed."""
     values = {k: getattr(settings, k) for k in ("preset", "chunks", "dtype", "device", "seed")}
-    job = {"kind": kind, "settings": values, "options": settings.options.to_dict(), "inductor": inductor}
+    job = {
+        "kind": kind,
+        "settings": values,
+        "options": settings.options.to_dict(),
+        "inductor": inductor,
+    }
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
     env["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
     done = subprocess.run(

@@ -15,11 +15,11 @@ from torch import fx
 
 from rtc.errors import StateError
 from rtc.passes.analysis.host import HostProgram, InputInfo
+from rtc.passes.analysis.layout import Fallback
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
-from rtc.passes.analysis.layout import Fallback
 from rtc.runtime.state import (
     CohortRuntime,
     CohortState,
@@ -29,6 +29,7 @@ from rtc.runtime.state import (
     layout_key,
     refresh,
 )
+
 
 @dataclass
 class Session:
@@ -226,7 +227,9 @@ class GraphRuntime:
             st.materialize()
             pairs.append((c, st))
         nodes = [n for c, _ in pairs for n in c.scales]
-        out, values = self.measured(args[: len(self.inputs) - len(self.parts)], [n.name for n in nodes])
+        out, values = self.measured(
+            args[: len(self.inputs) - len(self.parts)], [n.name for n in nodes]
+        )
         found = dict(zip(nodes, values, strict=True))
         for c, st in pairs:
             st.invalidate()
@@ -285,7 +288,11 @@ class GraphRuntime:
         handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
         key = layout_key(c.cohort)
         ids = tuple(h.key for h in handles)
-        users = list({h.key[0]: self._tensor(args, i) for h, i in zip(handles, c.inputs, strict=True)}.values())
+        users = list(
+            {
+                h.key[0]: self._tensor(args, i) for h, i in zip(handles, c.inputs, strict=True)
+            }.values()
+        )
         for t in users:
             for st in owners(t):
                 if st.ids == ids and st.key == key:

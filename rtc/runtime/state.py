@@ -20,12 +20,12 @@ from torch import fx
 from rtc.errors import StateError
 from rtc.passes.analysis.exprs import evaluate, split_row_ids
 from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, structural_key, with_slots
+from rtc.passes.analysis.layout import Fallback, Placement
+from rtc.passes.analysis.tables import TableReader, changed, shaped_rows
 from rtc.passes.drift import common_turn
 from rtc.passes.plan import Cohort, Event, View
 from rtc.passes.rewrite import Extra, first_of_class
 from rtc.passes.rotation import Rotation
-from rtc.passes.analysis.layout import Fallback, Placement
-from rtc.passes.analysis.tables import TableReader, changed, shaped_rows
 
 
 class Handle:
@@ -517,7 +517,11 @@ def _room(start: Placement, used: np.ndarray, count: int) -> np.ndarray:
 
 
 def _scattered(
-    rows: list[torch.Tensor], have: list[torch.Tensor] | None, where: np.ndarray, new: np.ndarray, n: int
+    rows: list[torch.Tensor],
+    have: list[torch.Tensor] | None,
+    where: np.ndarray,
+    new: np.ndarray,
+    n: int,
 ) -> list[torch.Tensor]:
     """Stored rows with those of the positions ``new`` replaced."""
     if have is None:

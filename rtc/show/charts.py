@@ -51,7 +51,9 @@ def _number(x: float) -> str:
 
 
 def _text(x: float, y: float, text: str, css: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:

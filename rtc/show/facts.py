@@ -124,8 +124,8 @@ def count_text(n: float) -> str:
 
 
 def bytes_text(n: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if n >= 1024**power:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if n >= 1000 * 1024 ** (power - 1):
             return f"{n / 1024**power:.3g} {unit}"
     return f"{n} B"
 

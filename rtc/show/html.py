@@ -102,7 +102,9 @@ def _reasons(p: PassRow) -> Raw:
     for r in p.refused:
         times = f"{r.count} × " if r.count > 1 else ""
         at = ", ".join(x for x in (r.where, f"node {r.node}" if r.node else "") if x)
-        out.append(f'<p class="reason">{cell(times + r.reason)}<br><span class="mono">{cell(at)}</span></p>')
+        out.append(
+            f'<p class="reason">{cell(times + r.reason)}<br><span class="mono">{cell(at)}</span></p>'
+        )
     out += [f'<p class="reason">{cell(n)}</p>' for n in p.notes]
     return Raw("".join(out))
 
@@ -141,7 +143,9 @@ def _head(result: dict[str, Any]) -> str:
 def _problems(result: dict[str, Any]) -> list[str]:
     out = [box(f, "bad") for f in result["failures"]]
     if result["interrupted"]:
-        out.append(box(f"Interrupted while: {result['interrupted']}. What follows is what was measured."))
+        out.append(
+            box(f"Interrupted while: {result['interrupted']}. What follows is what was measured.")
+        )
     return out + [box(n) for n in result["notes"]]
 
 
@@ -158,10 +162,17 @@ def _tiles(result: dict[str, Any], graphs: list[dict[str, Any]]) -> str:
     rows = [w for g in graphs for w in work_rows(g)]
     before, after = sum(w.before for w in rows), sum(w.after for w in rows)
     if before:
-        out.append(tile(f"{1 - after / before:.0%}", f"of {count_text(before)} elements of whole-cache work removed"))
+        out.append(
+            tile(
+                f"{1 - after / before:.0%}",
+                f"of {count_text(before)} elements of whole-cache work removed",
+            )
+        )
     ex = result["exactness"]
     if ex:
-        out.append(tile(number_text(ex["max_abs_error"]), f"largest error in float64, {ex['steps']} steps"))
+        out.append(
+            tile(number_text(ex["max_abs_error"]), f"largest error in float64, {ex['steps']} steps")
+        )
     return f'<div class="tiles">{"".join(out)}</div>' if out else ""
 
 
@@ -245,7 +256,10 @@ def _correctness(result: dict[str, Any]) -> str:
             )
         )  # fmt: skip
     labels = {v["key"]: v["label"] for v in result["variants"]}
-    for where, what in (("output", f"outputs of {c['chunks']} chunks"), ("cache", f"{c['caches']} caches")):
+    for where, what in (
+        ("output", f"outputs of {c['chunks']} chunks"),
+        ("cache", f"{c['caches']} caches"),
+    ):
         for key, error in c["max_abs_error"][where].items():
             verdict = ("passed" if c["passed"] else "failed") if key == "rtc" else ""
             out.append(

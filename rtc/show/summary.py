@@ -60,7 +60,10 @@ def _checks(con: Console, result: dict[str, Any]) -> None:
             f"{number_text(ex['max_abs_error'])} of eager (bound {number_text(ex['bound'])})",
         )  # fmt: skip
     if c["chunks"]:
-        for where, what in (("output", f"{c['chunks']} chunks"), ("cache", f"{c['caches']} caches")):
+        for where, what in (
+            ("output", f"{c['chunks']} chunks"),
+            ("cache", f"{c['caches']} caches"),
+        ):
             errors = c["max_abs_error"][where]
             if errors:
                 said = ", ".join(f"{k} {number_text(v)}" for k, v in errors.items())

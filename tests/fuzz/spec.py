@@ -17,7 +17,18 @@ HOMES = ("buffer", "submodule", "parameter", "args", "dict", "list")
 
 # movement -> spellings
 WRITES = {
-    "shift": ("cat", "clone", "roll", "gather", "aside", "blocks", "where", "pad", "scatter", "two"),
+    "shift": (
+        "cat",
+        "clone",
+        "roll",
+        "gather",
+        "aside",
+        "blocks",
+        "where",
+        "pad",
+        "scatter",
+        "two",
+    ),
     "ring": ("slice", "narrow", "index_copy", "index_put", "wrap", "select", "where"),
     "middle": ("cat", "gather"),
     "front": ("cat", "clone"),
@@ -41,9 +52,30 @@ KEY_OPS = (
 )  # fmt: skip
 VALUE_OPS = ("head", "slot_mul", "f32", "rms", "tanh", "rope", "step_int", "mix", "age")
 # reductions round differently for another number of rows: nothing that may flip a digit after them
-REDUCING = {"rms", "ln", "normalize", "demean", "amax_slot", "amax_all", "cumsum_d", "mix", "tanh", "gate"}
+REDUCING = {
+    "rms",
+    "ln",
+    "normalize",
+    "demean",
+    "amax_slot",
+    "amax_all",
+    "cumsum_d",
+    "mix",
+    "tanh",
+    "gate",
+}
 ROUNDING = {"f32", "bf16", "quant"}
-ROPES = ("half", "roll", "interleaved", "complex", "partial", "axes", "split_sink", "addcmul", "decay")
+ROPES = (
+    "half",
+    "roll",
+    "interleaved",
+    "complex",
+    "partial",
+    "axes",
+    "split_sink",
+    "addcmul",
+    "decay",
+)
 # offset of the window's positions, and of the sink's, as a function of the step
 OFFSETS = (
     "0", "step * {n}", "step", "(step % 5) * {n}", "(step // 3) * {n}", "min(step, 6) * {n}",
