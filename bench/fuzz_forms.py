@@ -1,9 +1,9 @@
 """Random models against eager: ``python bench/fuzz_forms.py --seeds 0:200 --steps 40``.
 
 Each seed makes one small float64 model with caches, and a user who meddles with them between calls.
-A seed is wrong where outputs or caches differ from eager, and a crash is a bug too; an error that rtc
-raises on purpose is not. ``--show 17`` prints the model of a seed, ``--shrink 17`` the simplest spec
-that fails like it. Exit status 1 where any seed is wrong or crashes.
+A seed is wrong where outputs or caches differ from eager, and a crash is a bug too; an error that
+rtc raises on purpose is not. ``--show 17`` prints the model of a seed, ``--shrink 17`` the simplest
+spec that fails like it. Exit status 1 where any seed is wrong or crashes.
 """
 
 import argparse
@@ -29,16 +29,16 @@ def load(name: str) -> Any:
 
 
 def shrink(failing: Any, options: Any, steps: int) -> Any:
-    """The simplest spec found that fails with the same status, by greedy descent."""
+    """The simplest spec found that fails in the same way, by greedy descent."""
     specs, drive = load("spec"), load("drive")
-    status = drive.run(failing, options, steps).status
+    kind = drive.run(failing, options, steps).kind
     progress = True
     while progress:
         progress = False
         for what, simpler in specs.simpler(failing):
             found = drive.run(simpler, options, steps)
-            if found.status == status:
-                print(f"  {what}: still {status}", file=sys.stderr)
+            if found.kind == kind:
+                print(f"  {what}: still {' '.join(kind)}", file=sys.stderr)
                 failing, progress = simpler, True
                 break
     return failing
@@ -86,7 +86,7 @@ def main() -> int:
         total["took the plain path"] += found.runtime.get("plain_calls", 0) > 0
         if found.status != "ok" or not args.quiet:
             line = f"{seed} {found.status} {found.applied} {found.runtime.get('plain_calls')} plain"
-            print(f"{line} {found.message}", flush=True)
+            print(f"{line} {found.place} {found.message.splitlines()[0] if found.message else ''}", flush=True)
     seconds = time.perf_counter() - started
     print(f"{len(seeds)} seeds, {args.steps} steps each, {seconds:.0f} s: {dict(total)}")
     return int(total["wrong"] + total["crash"] > 0)

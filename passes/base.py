@@ -60,9 +60,19 @@ class Context:
 
 @dataclass(frozen=True)
 class Pass:
-    """``tier``: "exact" reassociates only; "numerics" changes rounding and needs consent."""
+    """One pass of the pipeline.
+
+    ``tier``: "exact" reassociates only; "numerics" changes rounding and needs consent. ``stage``:
+    "plan" passes decide on ``ctx.plan``, which is carried out after the last of them; "graph"
+    passes rewrite ``ctx.gm``, the graph that results.
+    """
 
     name: str
     tier: str
     run: Callable[[Context], Outcome]
     summary: str
+    stage: str = "plan"
+
+    def __post_init__(self) -> None:
+        assert self.tier in ("exact", "numerics"), self.tier
+        assert self.stage in ("plan", "graph"), self.stage

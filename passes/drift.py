@@ -2,8 +2,8 @@
 
 Every int input is advanced by one a call, from the first call's values, and the tables of each view
 class are read as the runtime will read them. A kept slot whose row changes must be computed again,
-unless the change is one rotation common to most slots: then the queries are turned instead, and only
-the other slots (the sink) are computed again.
+unless the change is one rotation common to most slots: then the queries are turned instead, and
+only the other slots (the sink) are computed again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
 
     ``eps``: precision of the tables. None where no candidate is a pure rotation.
     """
-    tol = 256 * eps
+    tol = 8 * eps  # rounding of two tables; more would be a silent error
     live = np.abs(old) > 1e-6
     ratio = np.where(live, new / np.where(live, old, 1.0), 1.0)
     pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (np.abs(new) <= 1e-6)).all(1)
@@ -150,8 +150,8 @@ def _look(
     if folded and rot is not None:
         out.rotations[klass] = rot
         out.notes.append(
-            f"positions turn in {moved} of {calls} coming calls: folded into the queries in {folded}, "
-            f"at most {odd_slots} slots computed again in one call"
+            f"positions turn in {moved} of {calls} coming calls: folded into the queries in "
+            f"{folded}, at most {odd_slots} slots computed again in one call"
         )
     elif moved:
         out.notes.append(

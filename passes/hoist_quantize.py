@@ -8,8 +8,8 @@ After:
     r: f8[B, T, H, D]  = to_f8(clamp(rows / s_cal))       # s_cal: measured once, times a margin
     o = attention(q8, write(view, f32(r) * s_cal), v)
 
-Refuses: without consent (``Options(quantize="calibrated")``), since a whole-cache maximum makes every
-slot of a view depend on every other; maxima of anything but slot-local work.
+Refuses: without consent (``Options(quantize="calibrated")``), since a whole-cache maximum makes
+every slot of a view depend on every other; maxima of anything but slot-local work.
 Numerics: changes (the scale is held; rows beyond it are clamped, and counted on the device).
 Quantization by fixed scales needs no consent: ``hoist_rope`` moves it like any slot-local work.
 """
@@ -33,8 +33,8 @@ def run(ctx: Context) -> Outcome:
                     out.matched += 1
                     out.refused.append(
                         Refusal.at(
-                            "a whole-cache amax: hoisting it changes numerics and needs your consent, "
-                            "Options(quantize='calibrated')",
+                            "a whole-cache amax: hoisting it changes numerics and needs your "
+                            "consent, Options(quantize='calibrated')",
                             user,
                         )
                     )

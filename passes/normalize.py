@@ -105,7 +105,7 @@ class _Splitter:
         whole, swaps, stores = self._plan()
         graph, fakes = self.gm.graph, self.info.node.meta["val"]
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        infos, nodes = [], []
+        infos, nodes, source = [], [], self.info.source
         for i in range(self.n):
             with graph.inserting_after(last):
                 node = last = graph.placeholder(f"{self.info.node.name}_part{i}")
@@ -114,7 +114,7 @@ class _Splitter:
             nodes.append(node)
             infos.append(
                 InputInfo(
-                    self.first + i, node, f"{self.info.source}[{':, ' * self.axis}{i}]", mutated=True,
+                    self.first + i, node, f"{source}[{':, ' * self.axis}{i}]", mutated=True,
                     attribute=self.info.attribute, parent=self.info, part=(self.axis, i),
                 )
             )  # fmt: skip

@@ -52,11 +52,7 @@ def run(
     inputs = normalize.run(gm, inputs)
     ctx = Context(gm, inputs, sample, switches, calibrate, write_back)
     outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}
-    for p in PIPELINE:
-        on_pass(p.name)
-        enabled = ctx.on(p.name)
-        outcomes[p.name] = (p, enabled, p.run(ctx) if enabled else Outcome())
-        gm.graph.lint()
+    _run_stage("plan", ctx, outcomes, on_pass)
     for cohort in ctx.plan.cohorts:
         if cohort.order == "plain" and cohort.hoist:
             cohort.order = "logical"
@@ -64,4 +60,22 @@ def run(
             cohort.split()
     on_pass("rewrite")
     rewritten = Rewriter(gm, ctx.plan).run()
+    assert rewritten.gm is not None
+    ctx.gm = rewritten.gm
+    _run_stage("graph", ctx, outcomes, on_pass)
+    ctx.gm.recompile()
     return Result(ctx.plan, list(inputs), rewritten, outcomes)
+
+
+def _run_stage(
+    stage: str,
+    ctx: Context,
+    outcomes: dict[str, tuple[Pass, bool, Outcome]],
+    on_pass: Callable[[str], None],
+) -> None:
+    for p in PIPELINE:
+        if p.stage == stage:
+            on_pass(p.name)
+            enabled = ctx.on(p.name)
+            outcomes[p.name] = (p, enabled, p.run(ctx) if enabled else Outcome())
+            ctx.gm.graph.lint()

@@ -1,13 +1,14 @@
-"""The cache plan: what the analysis found, and what the cache passes decide, before the graph changes.
+"""The cache plan: what the analysis found and the cache passes decide, before the graph changes.
 
-A *cohort* is a set of caches that move alike (same slot expressions at every read and at the commit):
-the keys and values of all layers, usually. A cohort has one placement of slots, one set of index
-inputs, and one decision about its order. A *view* is slot-local work on a cache of the cohort, kept
-in a storage of its own; a view without arithmetic is the cache itself.
+A *cohort* is a set of caches that move alike (same slot expressions at every read and at the
+commit): the keys and values of all layers, usually. A cohort has one placement of slots, one set of
+index inputs, and one decision about its order. A *view* is slot-local work on a cache of the
+cohort, kept in a storage of its own; a view without arithmetic is the cache itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 from torch import fx
 
-from rtc.passes.analysis import order, shapes
+from rtc.passes.analysis import order
 from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, structural_key
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
+from rtc.passes.analysis.order import Bias
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import (
     REDUCE,
@@ -116,7 +118,7 @@ class Cohort:
     order: str = "plain"  # "ring", "logical", or "plain": left alone
     hoist: bool = False
     refusals: dict[str, list[Refusal]] = field(default_factory=dict)
-    biases: list[order.Bias] = field(default_factory=list)
+    biases: list[Bias] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     stored: Event | None = None  # the commit
     unified: bool = False  # one placement for caches and views
@@ -229,9 +231,10 @@ def _find_cache(
         an = LocalAnalysis(host, exprs, info, dims, calibrate=calibrate, raw_only=raw_only)
         if best is None or len(an.vals) > len(best.vals):
             best = an
-        if not _attends(an):
-            continue
-        cache = _as_cache(info, an)
+        try:
+            cache = _as_cache(info, an) if _attends(an) else None
+        except NotLocal:
+            cache = None  # a size that changes from call to call
         if cache is None:
             continue
         tried.remove(dims)
@@ -241,10 +244,10 @@ def _find_cache(
         return None
     if not best.ends:
         return None  # written, never read here
-    node, user, reason = best.ends[-1]
-    for n, u, r in best.ends:
+    _, user, reason = best.ends[-1]
+    for _, u, r in best.ends:
         if "device" in r or "reduces over the slots" in r or "different work" in r:
-            node, user, reason = n, u, r
+            user, reason = u, r
             break
     return Refusal.at(f"{info.source}: {reason}", user)
 
@@ -406,7 +409,7 @@ def _events(plan: CachePlan, cohort: Cohort) -> None:
     if cohort.commit.key != cohort.reads[-1].key:
         chain.append(cohort.commit)
     cohort.unified = cohort.capacity == cohort.slots and all(
-        b.contains(a) for a, b in zip(chain, chain[1:], strict=False)
+        b.contains(a) for a, b in itertools.pairwise(chain)
     )
     cohort.events = [event_of(e, vals) for e in (chain if cohort.unified else cohort.reads)]
     cohort.stored = event_of(cohort.commit, vals)
@@ -433,4 +436,4 @@ def moves_slots(plan: CachePlan, cohort: Cohort) -> bool:
     return any(not cohort.commit.contains(e) for e in cohort.reads)
 
 
-__all__ = ["Cache", "CachePlan", "Cohort", "Event", "Refusal", "View", "build", "shapes"]
+__all__ = ["Cache", "CachePlan", "Cohort", "Event", "Refusal", "View", "build"]

@@ -42,9 +42,9 @@ aten = torch.ops.aten
 class Extra:
     """One new graph input.
 
-    kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows of
-    a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an operand
-    permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by which
+    kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows
+    of a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an
+    operand permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by which
     queries and fresh rows of a view class are turned).
     """
 
@@ -241,7 +241,7 @@ class Rewriter:
                     held = store[None if cohort.unified and v.raw else j]
                     with self.graph.inserting_before(user):
                         made[node] = self._read(node, v, val, held, cohort.capacity)
-            for j, v, (node, user, _) in uses:
+            for _, v, (node, user, _) in uses:
                 user.replace_input_with(node, made[node])
                 if v.klass in cohort.rotations:
                     self._fold_query(i, v, made[node], user)

@@ -27,8 +27,8 @@ def _check_combination(ctx: Context) -> None:
                 where = Refusal.at("", view.uses[0][0])
                 raise IllegalCombination(
                     f"ring_cache is on and hoist_rope is off, but {where.node} ({where.where}) "
-                    "applies a table by slot order at read time: in ring order every slot would get "
-                    "another slot's row. Switch ring_cache off as well, or hoist_rope on."
+                    "applies a table by slot order at read time: in ring order every slot would "
+                    "get another slot's row. Switch ring_cache off as well, or hoist_rope on."
                 )
 
 

@@ -2,7 +2,8 @@
 
 Attention sees differences of positions: where all kept slots turn by one common rotation, turning
 the queries instead costs nothing per slot. To know that, the work is not recognised by its spelling
-but measured: it is run on unit vectors and unit table rows. What comes out is, for the feature axis,
+but measured: it is run on unit vectors and unit table rows. What comes out is, for the feature
+axis,
 
     out[d] = c[d] * x[d] + s[d] * x[perm[d]],   c = A @ row + c0,   s = B @ row + s0
 
@@ -37,8 +38,8 @@ _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 class Rotation:
     """``at``: the subtree that is rotated; ``inner``: what it rotates. Arrays are float64.
 
-    ``perm`` [D]; ``a``, ``b`` [D, R]; ``c0``, ``s0`` [D], R the width of all table rows side by side
-    (complex entries as two).
+    ``perm`` [D]; ``a``, ``b`` [D, R]; ``c0``, ``s0`` [D], R the width of all table rows side by
+    side (complex entries as two).
     """
 
     at: Fn
@@ -219,9 +220,11 @@ def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:
         return v.repeat(1, lead * (tail // feat))
 
     def draw(n: int) -> list[torch.Tensor]:
-        return [torch.randn(n, w, generator=gen, dtype=torch.float64).to(o.dtype) if not o.dtype.is_complex
-                else torch.complex(*(torch.randn(n, w, generator=gen, dtype=torch.float64) for _ in range(2))).to(o.dtype)
-                for o, w in zip(tables, widths, strict=True)]  # fmt: skip
+        wide = [torch.complex128 if o.dtype.is_complex else torch.float64 for o in tables]
+        return [
+            torch.randn(n, w, generator=gen, dtype=d).to(o.dtype)
+            for o, w, d in zip(tables, widths, wide, strict=True)
+        ]
 
     eye = torch.eye(feat, dtype=torch.float64)
     m = run(tiled(eye), [r.expand(feat, -1) for r in draw(1)])
@@ -263,8 +266,7 @@ def _checks(rot: Rotation, run: Any, draw: Any, feat: int, width: int, gen: Any)
     """The formula on random data, and heads stay apart."""
     n = 4
     u, rows = torch.randn(n, width, generator=gen, dtype=torch.float64), draw(n)
-    low = min((torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype)), default=1e-16)
-    low = max(torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype)) if low else low
+    low = max(torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype))
     tol = 64 * max(low, max(torch.finfo(r.dtype).eps for r in rows))
     same = torch.randn(n, feat, generator=gen, dtype=torch.float64)
     got = run(same.repeat(1, width // feat), rows)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.aot_autograd import aot_module_simplified
 
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.kernels import attention as _attention  # registers the op
@@ -290,14 +291,14 @@ def _refuse_host_reads(gm: fx.GraphModule) -> None:
             continue
         if node.op == "call_method" and node.target in ("item", "tolist", "__bool__", "__int__"):
             raise HostSyncError(
-                f"{where(node) or node.name}: .{node.target}() reads device data on the host in the "
-                "middle of the step, which stops the host from running ahead. Keep the value as a "
-                "Python int outside the tensors (a step counter, say), or keep it on the device."
+                f"{where(node) or node.name}: .{node.target}() reads device data on the host in "
+                "the middle of the step, which stops the host from running ahead. Keep the value "
+                "as a Python int outside the tensors (a step counter, say), or on the device."
             )
 
 
 def _python_number(node: fx.Node) -> bool:
-    """``.item()`` of a Python float argument, which Dynamo passes as a tensor: no device is asked."""
+    """``.item()`` of a Python float argument, which Dynamo passes as a tensor: no device read."""
     src = node.args[0] if node.args else None
     if not isinstance(src, fx.Node) or src.op != "placeholder":
         return False

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
+import logging
+import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 import rtc
+from rtc.demo.settings import without
 from rtc.options import Options
-from rtc.passes.pipeline import PIPELINE
+from rtc.passes.pipeline import PIPELINE, names
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -88,8 +90,8 @@ def parser() -> argparse.ArgumentParser:
     p = commands.add_parser(
         "demo",
         help="stream a small video model on this machine: checked against eager, and timed",
-        description="Stream chunks through eager, torch.compile and rtc side by side; compare every "
-        "chunk and, at the end, all caches; write a report.",
+        description="Stream chunks through eager, torch.compile and rtc side by side; compare "
+        "every chunk and, at the end, all caches; write a report.",
     )
     _demo_arguments(p)
     p.set_defaults(command="demo", run=_demo)
@@ -111,7 +113,7 @@ def _switch(name: str) -> str:
 
 def _options(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("passes")
-    for name in Options().switches():
+    for name in names():
         group.add_argument(_switch(name), action="store_true", help=f"switch {name} off")
     group.add_argument(
         "--quantize",
@@ -128,10 +130,8 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    off = {
-        n: False for n in Options().switches() if getattr(args, _switch(n)[2:].replace("-", "_"))
-    }
-    return Options(**off, quantize=args.quantize, lowering=args.lowering)
+    off = [n for n in names() if getattr(args, _switch(n)[2:].replace("-", "_"))]
+    return without(Options(quantize=args.quantize, lowering=args.lowering), off)
 
 
 def _demo_arguments(p: argparse.ArgumentParser) -> None:
@@ -175,14 +175,14 @@ def _version(args: argparse.Namespace) -> int:
 
 
 def _passes(args: argparse.Namespace) -> int:
-    switches = Options().switches()
+    switches = Options().switches()  # of passes that have a field; others are on
     rows = [
         {
             "name": p.name,
             "tier": p.tier,
             "summary": p.summary,
             "default": switches.get(p.name, True),
-            "switch": _switch(p.name) if p.name in switches else None,
+            "switch": _switch(p.name),
         }
         for p in PIPELINE
     ]
@@ -203,14 +203,16 @@ def _explain(args: argparse.Namespace) -> int:
         _writable(args.html)
     with _quiet_stdout():
         t = target.load(args.target)
+        logging.disable(logging.ERROR)  # what fails is said in one line, below
         try:
             report = rtc.explain(t.model, *t.args, options=options, **t.kwargs).to_dict()
         except rtc.RtcError:
             raise
         except Exception as e:
-            raise UsageError(
-                f"{args.target} cannot be captured as one graph: {_first_line(e)}"
-            ) from e
+            problem = target.capture_problem(e)
+            raise UsageError(f"{args.target} cannot be captured as one graph: {problem}") from e
+        finally:
+            logging.disable(logging.NOTSET)
     if args.html is not None:
         from rtc.show import html
 
@@ -228,7 +230,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     from rtc import demo
-    from rtc.show import html
+    from rtc.show import demo_html
 
     settings = demo.Settings(
         preset=args.preset, chunks=args.chunks, dtype=args.dtype, device=args.device,
@@ -237,7 +239,7 @@ def _demo(args: argparse.Namespace) -> int:
     _writable(args.out)
     with _quiet_stdout():
         result = demo.run(settings)
-    args.out.write_text(html.demo_page(result), encoding="utf-8")
+    args.out.write_text(demo_html.demo_page(result), encoding="utf-8")
     if args.json:
         _dump({**result, "html": str(args.out)})
     else:
@@ -276,19 +278,19 @@ def _writable(path: Path) -> None:
         raise UsageError(f"no permission to write {path}")
 
 
-def _first_line(e: BaseException) -> str:
-    """The message's first line, and the user's line where Dynamo names it."""
-    lines = [x.strip() for x in str(e).splitlines() if x.strip()]
-    at = next((x for x in reversed(lines) if x.startswith('File "')), None)
-    text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
-    return f"{text} ({at})" if at else text
-
-
 def _dump(value: Any) -> None:
-    def plain(x: Any) -> Any:
-        return dataclasses.asdict(x) if dataclasses.is_dataclass(x) else str(x)  # type: ignore[arg-type]
+    """One JSON document. JSON knows neither infinity nor NaN: they become null."""
 
-    json.dump(value, sys.stdout, indent=1, default=plain)
+    def plain(x: Any) -> Any:
+        if isinstance(x, float):
+            return x if math.isfinite(x) else None
+        if isinstance(x, Mapping):
+            return {str(k): plain(v) for k, v in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(v) for v in x]
+        return x if x is None or isinstance(x, (str, int)) else str(x)
+
+    json.dump(plain(value), sys.stdout, indent=1, allow_nan=False)
     sys.stdout.write("\n")
 
 

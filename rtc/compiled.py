@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +46,17 @@ def check_torch() -> None:
         )
 
 
-_OWN = {"_model", "_options", "_session", "_compiler", "_call", "_signature", "_seconds"}
+_TOO_MANY_PLAIN = 8
+_OWN = {
+    "_demoted",
+    "_model",
+    "_options",
+    "_session",
+    "_compiler",
+    "_call",
+    "_signature",
+    "_seconds",
+}
 
 
 class Compiled:
@@ -58,6 +69,7 @@ class Compiled:
         if on_phase is not None:
             self._compiler.on_phase = on_phase
         self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
+        self._demoted = False
         self._signature = _signature(model)
         self._seconds: deque[float] = deque(maxlen=10_000)
 
@@ -74,7 +86,20 @@ class Compiled:
             raise
         finally:
             session.after_call()
+            if session.plain_in_a_row >= _TOO_MANY_PLAIN and not self._demoted:
+                self._demote()
             self._seconds.append(time.perf_counter() - started)
+
+    def _demote(self) -> None:
+        """Calls keep taking the plain path, op by op: compile that path instead, for good."""
+        self._demoted = True
+        self._session.note(
+            f"{_TOO_MANY_PLAIN} calls in a row took the plain path: from here on the model is "
+            "compiled without the cache passes"
+        )
+        self._session.release_all()
+        plain = replace(self._compiler, options=self._options.without_passes())
+        self._call = torch.compile(self._model, backend=plain, fullgraph=True)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fixed = self._compiler.fixed
@@ -203,7 +228,7 @@ def _capture(
             fixed[name].add(ints[name])
     names = ",".join(n for n in ints if len(fixed.get(n, ())) != 1)
     with (
-        torch.compiler.config.patch(dynamic_sources=names),
+        torch.compiler.config.patch(dynamic_sources=names),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True,
             fail_on_recompile_limit_hit=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rtc.errors import OptionsError
@@ -14,6 +14,7 @@ class Options:
     """Options of :func:`rtc.compile`.
 
     hoist_rope, hoist_quantize, ring_cache: the passes (see ``rtc passes``).
+    passes: switches of further passes by name, for passes that were added to the pipeline.
     quantize: "exact" refuses what changes numerics; "calibrated" is your consent to per-head scales
         measured once a session in place of a whole-cache maximum computed in every call.
     calibration_margin: factor on the measured maximum; floating-point FP8 loses no precision by it.
@@ -29,6 +30,7 @@ class Options:
     hoist_rope: bool = True
     hoist_quantize: bool = True
     ring_cache: bool = True
+    passes: Mapping[str, bool] = field(default_factory=dict)
     quantize: str = "exact"
     calibration_margin: float = 2.0
     lowering: str = "inductor"
@@ -49,10 +51,27 @@ class Options:
         if not self.calibration_margin >= 1.0:
             raise OptionsError("calibration_margin is a factor of 1.0 or more")
         object.__setattr__(self, "inductor", dict(self.inductor))
+        object.__setattr__(self, "passes", dict(self.passes))
+        if self.passes:
+            from rtc.passes import names
+
+            unknown = sorted(set(self.passes) - set(names()))
+            if unknown:
+                raise OptionsError(f"no pass is called {', '.join(unknown)}: there are {names()}")
 
     def switches(self) -> dict[str, bool]:
         """Pass name -> enabled."""
-        return {n: getattr(self, n) for n in ("hoist_rope", "hoist_quantize", "ring_cache")}
+        own = {n: getattr(self, n) for n in ("hoist_rope", "hoist_quantize", "ring_cache")}
+        return {**own, **self.passes}
+
+    def without_passes(self) -> Options:
+        """The same with every pass switched off."""
+        from rtc.passes import names
+
+        own = ("hoist_rope", "hoist_quantize", "ring_cache")
+        others = {n: False for n in names() if n not in own}
+        off = {"hoist_rope": False, "hoist_quantize": False, "ring_cache": False}
+        return replace(self, passes=others, **off)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         return {k: (dict(v) if isinstance(v, Mapping) else v) for k, v in asdict(self).items()}

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from rtc.errors import RtcError
 
 _FORMS = "TARGET is path/to/file.py:factory or package.module:factory"
@@ -113,6 +115,18 @@ def _unpack(target: str, made: Any, module: ModuleType) -> Target:
             f"and a dict of kwargs, not {', '.join(type(p).__name__ for p in parts)}"
         )
     return Target(model, tuple(args), dict(kwargs))
+
+
+def capture_problem(e: BaseException) -> str:
+    """One line from an error of Dynamo's: what, its explanation, and the user's own source line."""
+    lines = [x.strip() for x in str(e).splitlines() if x.strip()]
+    text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
+    why = next((x for x in lines if x.startswith("Explanation:")), None)
+    if why is not None:
+        text += f". {why.removeprefix('Explanation:').strip()}"
+    torch_home = str(Path(torch.__file__).parent)
+    frames = [x for x in lines if x.startswith('File "') and torch_home not in x]
+    return f"{text} ({frames[-1]})" if frames else text
 
 
 def _short(e: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Counts whole-cache work in a graph: elements, not time, so that a count proves what a timing hints."""
+"""Counts whole-cache work in a graph: elements, not time. A count proves what a timing hints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WRITES = {aten.index_put.default: 2, aten.index_copy.default: 3}
 def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
     """Elements that a call computes pointwise over whole caches, and that it copies about.
 
-    ``whole_cache_elements``: outputs of pointwise ops and reductions' inputs, at least as large as a
-    cache (or its larger half), reached from a cache through layout, movement and pointwise ops alone.
+    ``whole_cache_elements``: outputs of pointwise ops and reductions' inputs, at least as large as
+    a cache (or its larger half), reached from a cache through layout, movement and pointwise ops.
     ``copy_elements``: outputs of ops that copy as many elements. ``caches``: the inputs that count.
     """
     reach: dict[fx.Node, int] = {n: n.meta["val"].numel() for n in caches}

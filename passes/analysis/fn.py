@@ -1,8 +1,8 @@
-"""Slot functions: what slot-local work does to one slot, as a tree that can be emitted for any rows.
+"""Slot functions: what slot-local work does to one slot, as a tree to be emitted for any rows.
 
-The read region of a cache is a function ``f(raw slot, table rows, constants)``. It is kept as a tree
-over the region's own ATen ops, so that applying it to new rows runs exactly the arithmetic that eager
-runs (same rounding), only on fewer slots.
+The read region of a cache is a function ``f(raw slot, table rows, constants)``. It is kept as a
+tree over the region's own ATen ops, so that applying it to new rows runs exactly the arithmetic
+that eager runs (same rounding), only on fewer slots.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Fn:
-    """``raw`` (the slot itself), ``op`` (an ATen call) or ``item`` (one output of a multi-output op).
+    """``raw`` (the slot itself), ``op`` (an ATen call) or ``item`` (an output of such a call).
 
     ``shape`` and ``dims``: shape of the region's own value and the slot axes in it.
     """
@@ -245,7 +245,7 @@ def permutation(target: Any, args: Sequence[Any], rank: int) -> list[int] | None
 
 
 def merge(a: Fn, b: Fn) -> Fn | None:
-    """One function for two branches with equal work, their tables side by side; None if they differ.
+    """One function for two branches with equal work, tables side by side; None if they differ.
 
     Equal work means the same ops on the same literals and constants; tables may differ in value, as
     long as each table of one branch stands for exactly one of the other.

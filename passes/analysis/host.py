@@ -1,7 +1,7 @@
 """What the host can compute: values that depend on Python ints and constants alone.
 
-Positions live on the host. The nodes leading to a RoPE table are evaluated on the CPU for the coming
-step, ahead of the device, so that no decision ever needs a device-to-host read.
+Positions live on the host. The nodes leading to a RoPE table are evaluated on the CPU for the
+coming step, ahead of the device, so that no decision ever needs a device-to-host read.
 """
 
 from __future__ import annotations

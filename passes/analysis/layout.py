@@ -1,6 +1,6 @@
 """Where slots lie: placement bookkeeping on the host, in numpy, once for a whole cohort.
 
-Every slot content has a number (``cid``), given when its row is first written and kept for its life.
+Every slot content has a number (``cid``), given when its row is first written, kept for its life.
 """
 
 from __future__ import annotations

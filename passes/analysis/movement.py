@@ -473,7 +473,7 @@ def row_identity(
 def _features(
     root: tuple[int, ...], chain: list[tuple[str, Any]], entry: tuple[int, ...], fn: Fn
 ) -> bytes | None:
-    """Which feature of the root row each feature of a raw slot is; None where rows are broadcast."""
+    """Which feature of the root row each raw feature is; None where rows are broadcast."""
     x = np.arange(math.prod(root)).reshape(root)
     for op, arg in reversed(chain):
         x = x.transpose(arg) if op == "permute" else x.reshape(arg)

@@ -112,7 +112,8 @@ class OrderAnalysis:
             raise NotLocal("caches that move differently meet")
         token = next(iter(ins.values())).token
         if t is attention:
-            return self._attention(node, ins, token)
+            self._attention(node, ins, token)
+            return None
         if t in (aten.bmm.default, aten.mm.default):
             return self._product(node, ins, token)
         if t in LIKE:

@@ -14,7 +14,10 @@ def ints(shape: Sequence[object]) -> tuple[int, ...]:
     out = []
     for s in shape:
         if not isinstance(s, int):
-            raise NotLocal(f"size {s} is not static")
+            expr = getattr(getattr(s, "node", None), "expr", None)
+            if expr is None or not expr.is_number:
+                raise NotLocal(f"size {s} is not static")
+            s = int(expr)
         out.append(int(s))
     return tuple(out)
 

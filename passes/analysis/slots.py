@@ -40,7 +40,7 @@ class SlotVal:
 class RowEntry:
     """A node through which fresh rows enter, in the layout of ``fn``; slot axes at ``dims``.
 
-    ``fill`` is set for rows of one constant (padding): then ``node`` only says where they come from.
+    ``fill`` is set for rows of one constant (padding): ``node`` only says where they come from.
     """
 
     node: fx.Node
@@ -151,8 +151,8 @@ class LocalAnalysis:
     """Slot-local values reachable from one cache input.
 
     ``vals`` maps nodes to their SlotVal (or a list, for ops with several outputs); ``ends`` lists
-    the uses where the region ends, each with the reason. ``calibrate`` allows whole-cache reductions
-    to be replaced by a calibrated constant of the session (numerics-changing).
+    the uses where the region ends, each with the reason. ``calibrate`` allows whole-cache
+    reductions to be replaced by a calibrated constant of the session (numerics-changing).
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class LocalAnalysis:
     # -- walking -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # only the cone below the cache is walked, in graph order: graphs have tens of thousands of nodes
+        # only the cone below the cache is walked, in graph order: graphs have tens of thousands of
+        # nodes
         index = self.host.index
         queue = [index[u] for u in self.base.node.users]
         heapq.heapify(queue)
@@ -401,7 +402,7 @@ class LocalAnalysis:
         return self._saturated(node, out_val) if self.calibrated else out_val
 
     def _saturated(self, node: fx.Node, v: SlotVal) -> SlotVal:
-        """Clamp before a cast to FP8: a calibrated scale may be exceeded, and the cast gives NaN."""
+        """Clamp before a cast to FP8: beyond a calibrated scale the cast would give NaN."""
         if node.target not in CASTS or v.fn.dtype not in FP8:
             return v
         child = v.fn.children[0]

@@ -15,7 +15,7 @@ from rtc.passes.analysis.fn import Operand, with_slots
 from rtc.passes.analysis.layout import Fallback
 
 # Two evaluations of one formula may differ in the last bits (vector and scalar code paths).
-_ULPS = 16
+_ULPS = 4
 
 
 @dataclass

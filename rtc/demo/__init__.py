@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rtc.demo.run import run
 from rtc.demo.settings import Settings
+from rtc.demo.stages import run
 
 __all__ = ["Settings", "cpu", "run", "tiny"]
 

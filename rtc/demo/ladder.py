@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from rtc.demo import sides, stats
 from rtc.demo.check import Check
-from rtc.demo.settings import Settings
+from rtc.demo.settings import Settings, without
 from rtc.demo.sides import Side
 from rtc.errors import OptionsError
 from rtc.options import Options
@@ -43,8 +42,7 @@ class Ladder:
         on = [n for n in pass_names() if n in applied]
         self.label = " + ".join(on)
         for i in range(len(on)):
-            options = replace(self.options, **dict.fromkeys(on[i:], False))  # type: ignore[arg-type]
-            self._rung(" + ".join(on[:i]) or "all passes off", options)
+            self._rung(" + ".join(on[:i]) or "all passes off", without(self.options, on[i:]))
 
     def _rung(self, label: str, options: Options) -> None:
         key = label.replace(" ", "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from rtc.options import Options
 from rtc.show.facts import bytes_text
 
 COPIES = 4  # models alive at once: eager, torch.compile, rtc, and one with passes off
+
+
+def without(options: Options, off: Iterable[str]) -> Options:
+    """``options`` with the passes ``off`` switched off."""
+    fields = Options.__dataclass_fields__
+    own = {name: False for name in off if name in fields}
+    others = {name: False for name in off if name not in fields}
+    return replace(options, passes={**options.passes, **others}, **own)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,11 @@ def session(settings: Settings, cfg: Config, double: bool = False) -> nn.Module:
 
     ``double``: the same weights and prompt (already rounded), computed with in float64.
     """
-    where = {"seed": settings.seed, "device": settings.device, "dtype": settings.torch_dtype}
+    where: dict[str, Any] = {
+        "seed": settings.seed,
+        "device": settings.device,
+        "dtype": settings.torch_dtype,
+    }
     model = build(cfg, **where)
     if cfg.sink:
         prompt = example_prompt(cfg, max(1, 3 * cfg.sink // 4), **where)
@@ -104,7 +108,7 @@ def stock_side(settings: Settings, inductor: Mapping[str, Any]) -> Side:
     compiled = torch.compile(model, fullgraph=True, options=dict(inductor))
 
     def call(*args: Any) -> Tensor:
-        with torch.compiler.config.patch(dynamic_sources="L['step']"):
+        with torch.compiler.config.patch(dynamic_sources="L['step']"):  # type: ignore[attr-defined]
             out: Tensor = compiled(*args)
         return out
 
@@ -132,7 +136,7 @@ def graphs_compiled() -> int:
 
 @contextmanager
 def code_cache(folder: str) -> Iterator[None]:
-    """Inductor keeps its code in ``folder``, and forgets what it holds in memory: a cold compile."""
+    """Inductor keeps its code in ``folder`` and forgets what it holds in memory: compile cold."""
     from torch._inductor.utils import clear_caches
 
     names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}

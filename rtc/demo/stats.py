@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+NEAR = 8  # steps on either side of a reset that it is compared with
 SKIP = 2  # chunk 0 compiles, chunk 1 may still warm up
 
 
@@ -27,12 +28,13 @@ def median(values: Sequence[float]) -> float:
 def steps(seconds: Sequence[float], resets: Sequence[int], skip: int = SKIP) -> dict[str, Any]:
     """Milliseconds over the chunks from ``skip`` on, resets apart from the others.
 
-    ``reset_ratio``: median of the reset steps over the median of the others; None without one.
+    ``reset_ratio``: a reset step over the median of the steps around it; None without a reset.
     """
-    jumps = {r for r in resets if r >= skip}
     ms = [1e3 * s for s in seconds]
+    jumps = {r for r in resets if skip <= r < len(ms)}
     plain = [x for i, x in enumerate(ms) if i >= skip and i not in jumps]
-    at_reset = [x for i, x in enumerate(ms) if i in jumps]
+    at_reset = [ms[r] for r in sorted(jumps)]
+    near = [ms[i] / median(_around(ms, i, jumps, skip)) for i in sorted(jumps)]
     if not plain:
         return {}
     middle = median(plain)
@@ -46,8 +48,14 @@ def steps(seconds: Sequence[float], resets: Sequence[int], skip: int = SKIP) -> 
         "p95_ms": quantile(timed, 0.95),
         "min_ms": min(timed),
         "reset_ms": median(at_reset) if at_reset else None,
-        "reset_ratio": median(at_reset) / middle if at_reset else None,
+        "reset_ratio": median(near) if near else None,
     }
+
+
+def _around(ms: Sequence[float], at: int, jumps: set[int], skip: int) -> list[float]:
+    """The ``NEAR`` steps on either side: a machine's speed may change over a run."""
+    found = range(max(skip, at - NEAR), min(len(ms), at + NEAR + 1))
+    return [ms[i] for i in found if i not in jumps] or [math.nan]
 
 
 def paired_ratio(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_GETTERS: Any = torch.Tensor  # the class's own attributes, as __torch_function__ names them
+
 # These hand out memory: later reads and writes of it pass by the tensor object and its version.
 _EXPORTS = {
     torch.Tensor.data_ptr,
@@ -23,17 +25,17 @@ _EXPORTS = {
     torch.Tensor.share_memory_,
 }
 # A write through the result is not counted, but the result's life shows in the storage's use count.
-_UNCOUNTED = {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
+_UNCOUNTED = {_GETTERS.data.__get__, _GETTERS.data.__set__}
 
 # Asking for these tells nothing about the values.
 _METADATA = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.layout.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.requires_grad.__get__,
-    torch.Tensor.is_leaf.__get__,
+    _GETTERS.shape.__get__,
+    _GETTERS.dtype.__get__,
+    _GETTERS.device.__get__,
+    _GETTERS.layout.__get__,
+    _GETTERS.ndim.__get__,
+    _GETTERS.requires_grad.__get__,
+    _GETTERS.is_leaf.__get__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -42,7 +44,7 @@ _METADATA = {
     torch.Tensor.is_inference,
     torch.Tensor.element_size,
     torch.Tensor.is_floating_point,
-    torch.Tensor._version.__get__,
+    _GETTERS._version.__get__,
 }
 
 

@@ -58,7 +58,7 @@ def _drop(ident: int, st: CohortState) -> None:
 
 
 def _forget(ident: int) -> None:
-    """A cache tensor died: its states go with it, and the tensors they also kept are put in order."""
+    """A cache tensor died: its states go, and the tensors they also kept are put in order."""
     _FINALIZERS.pop(ident, None)
     for st in OWNERS.get(ident, []).copy():
         release(st)
@@ -77,7 +77,7 @@ def lift_all() -> None:
 
 
 def guard_all(note: Callable[[str], None]) -> None:
-    """Watch all kept caches until the next call, or keep them in order where that cannot be done."""
+    """Watch all kept caches until the next call; keep in order those that cannot be watched."""
     for st in states():
         live = st.tensors()
         if st.write_back:

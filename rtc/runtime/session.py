@@ -1,7 +1,7 @@
 """One graph at run time, and who owns which cache.
 
-``GraphRuntime.call`` serves a call of one compiled graph: it finds or makes the state of each cohort
-for the cache tensors at hand, prepares, refreshes, runs, and notes.
+``GraphRuntime.call`` serves a call of one compiled graph: it finds or makes the state of each
+cohort for the cache tensors at hand, prepares, refreshes, runs, and notes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Session:
     touched: list[CohortState] = field(default_factory=list)
     calls: int = 0
     plain_calls: int = 0
+    plain_in_a_row: int = 0
     notes: list[str] = field(default_factory=list)
     closed: bool = False
 
@@ -92,10 +93,13 @@ class Session:
         for st in self.states:
             st.invalidate()
 
-    def close(self) -> None:
+    def release_all(self) -> None:
         for st in self.states:
             release(st)
         self.states.clear()
+
+    def close(self) -> None:
+        self.release_all()
         self.closed = True
 
 
@@ -121,8 +125,8 @@ class ConstEval:
 class GraphRuntime:
     """The compiled callable of one graph.
 
-    ``rewritten(args)`` takes the graph's inputs and then the extras; ``plain(args)`` is the untouched
-    graph, for calls that the rewritten one does not fit.
+    ``rewritten(args)`` takes the graph's inputs and then the extras; ``plain(args)`` is the
+    untouched graph, for calls that the rewritten one does not fit.
     """
 
     def __init__(
@@ -151,7 +155,9 @@ class GraphRuntime:
         self._cpu: dict[int, tuple[Any, torch.Tensor]] = {}
         managed = {h for c in self.cohorts for h in c.inputs}
         self.others = [
-            i.index for i in inputs if not i.is_int and not i.parameter and i.index not in managed
+            i.index
+            for i in inputs
+            if not i.is_int and not i.parameter and i.part is None and i.index not in managed
         ]
 
     def _const_inputs(self) -> list[InputInfo]:
@@ -213,6 +219,7 @@ class GraphRuntime:
             for _, st, _ in states:
                 self._broken(st)
             raise
+        self.session.plain_in_a_row = 0
         for c, st, prep in states:
             c.finish(st, prep)
             self.session.touched.append(st)
@@ -241,13 +248,14 @@ class GraphRuntime:
         return out
 
     def _broken(self, st: CohortState) -> None:
-        """A call died half way: the caches may be half written, as in eager; the views are dropped."""
+        """A call died half way: caches may be half written, as in eager; the views are dropped."""
         for k in st.classes.values():
             k.invalidate()
         self.session.touched.append(st)
 
     def _run_plain(self, args: list[Any], reason: str) -> Any:
         self.session.plain_calls += 1
+        self.session.plain_in_a_row += 1
         self.session.note(f"a call took the plain path: {reason}")
         for c in self.cohorts:
             for i in c.inputs:

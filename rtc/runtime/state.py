@@ -8,6 +8,7 @@ before the graph runs.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class ClassState:
     rows: list[torch.Tensor] | None = None
     # rotation by which queries are turned instead of the slots: [D] complex, None for none
     frame: np.ndarray | None = None
+    # [slots, D] complex: what each slot is turned by in effect, once the frame has turned
+    turns: np.ndarray | None = None
 
     def invalidate(self) -> None:
         self.cid[:] = -1
@@ -64,6 +67,8 @@ class ClassState:
         self.cid = np.where(came < 0, -1, self.cid[at])
         if self.rows is not None:
             self.rows = [r[torch.from_numpy(at)] for r in self.rows]
+        if self.turns is not None:
+            self.turns = self.turns[at]
 
 
 def layout_key(cohort: Cohort) -> tuple[Any, ...]:
@@ -137,8 +142,8 @@ class CohortState:
         """The caches (parts cut out of stacked tensors), in the cohort's order."""
         if not self.alive:
             raise StateError(
-                "a cache tensor was freed while rtc kept its state: hold the tensors for as long as "
-                "the compiled model runs on them, or call compiled.close() first"
+                "a cache tensor was freed while rtc kept its state: hold the tensors for as long "
+                "as the compiled model runs on them, or call compiled.close() first"
             )
         return [h.cut(h.owner()) for h in self.handles]  # type: ignore[arg-type]
 
@@ -173,9 +178,7 @@ class CohortState:
             for j, s in self.storages.items():
                 s.copy_(s.index_select(self.axes[j], torch.from_numpy(src).to(s.device)))
             for c in self.classes.values():
-                c.cid = c.cid[src]
-                if c.rows is not None:
-                    c.rows = [r[torch.from_numpy(src)] for r in c.rows]
+                c.follow(src)
         self.place.content = self.cids.copy()
         self.counters.materializations += 1
         if self.alive:
@@ -236,7 +239,7 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Refresh:
-    """Places ``at`` of a view class to compute again from raw contents ``cids``, with these rows."""
+    """Places ``at`` of a view class to compute again from raw contents ``cids``."""
 
     klass: str
     cids: np.ndarray
@@ -296,7 +299,7 @@ class CohortRuntime:
         place = st.place.copy()
         views = place if st.unified else st.view_place.copy()
         start = views.copy()
-        noted = {k: ClassState(c.cid.copy(), c.rows, c.frame) for k, c in st.classes.items()}
+        noted = {k: dataclasses.replace(c, cid=c.cid.copy()) for k, c in st.classes.items()}
         read: set[str] = set()
         written: dict[str, set[int]] = {k: set() for k in noted}
         for e, event in enumerate(co.events):
@@ -324,24 +327,24 @@ class CohortRuntime:
                     continue
                 readers = self.readers[klass][event.expr.key]
                 rows = [r.rows(event.expr, ids, env, memo) for r in readers]
-                lost = ~fresh & (c.cid[where] != cids)
-                bad = lost.copy()
+                held = c.cid[where] == cids  # kept slots, and rows written earlier in this call
+                moved = np.zeros(len(ids), dtype=bool)
                 for have, want in zip(c.rows or [], rows, strict=bool(c.rows)):
-                    bad |= ~fresh & changed(have[torch.from_numpy(where)], want)
-                turned_now = False
+                    moved |= held & changed(have[torch.from_numpy(where)], want)
+                if klass in read and moved.any():
+                    raise Fallback("tables change between the reads of one call")
+                bad, turned = (~held & ~fresh) | moved, False
                 if klass not in read:
-                    frame = c.frame
-                    bad = self._turn(st, c, klass, rows, where, ~fresh & ~lost, bad)
-                    turned_now = frame is not None and c.frame is not frame
+                    bad, turned = self._turn(st, c, klass, rows, where, held, bad)
                 if bad.any():
                     if klass in read or (e > 0 and co.order != "ring"):
                         raise Fallback("tables change between the reads of one call")
                     pick = torch.from_numpy(np.nonzero(bad)[0])
+                    picked = [r[pick] for r in rows]
                     out.refresh.append(
-                        Refresh(
-                            klass, cids[bad], came[bad], [r[pick] for r in rows], readers, c.frame
-                        )
+                        Refresh(klass, cids[bad], came[bad], picked, readers, c.frame)
                     )
+                first = fresh & ~held
                 for k, _ in event.present:
                     if k not in written[klass]:
                         at, _ = self._picked(ids, k)
@@ -351,9 +354,7 @@ class CohortRuntime:
                 c.cid[where[bad]] = cids[bad]
                 if (c.cid[where] != cids).any():
                     raise Fallback("a fresh row comes back after it was dropped")
-                # rows of kept slots stay as they were used: small differences must add up
-                new_rows = np.ones(len(ids), dtype=bool) if turned_now else bad | fresh
-                c.rows = _scattered(rows, c.rows, where, new_rows, len(c.cid))
+                self._note_rows(c, klass, rows, where, bad | first, turned)
                 read.add(klass)
         ids = evaluate(co.commit, env, memo).ravel()
         cids = self._cids(st, ids)
@@ -394,28 +395,49 @@ class CohortRuntime:
     def _turn(
         self, st: CohortState, c: ClassState, klass: str, rows: list[torch.Tensor],
         where: np.ndarray, held: np.ndarray, bad: np.ndarray,
-    ) -> np.ndarray:  # fmt: skip
-        """Fold a rotation common to most held slots into the frame; the slots that stay bad."""
+    ) -> tuple[np.ndarray, bool]:  # fmt: skip
+        """Fold a rotation common to most held slots into the frame.
+
+        Returns the slots that stay bad, and whether the frame turned.
+        """
         rot = self.cohort.rotations.get(klass)
         if rot is None:
-            return bad
+            return bad, False
         if c.frame is None or not held.any():
             c.frame = np.ones(len(rot.perm), dtype=np.complex128)
+            c.turns = None
         if not (bad & held).any() or c.rows is None:
-            return bad
+            return bad, False
         at = np.nonzero(held)[0]
-        have = [r[torch.from_numpy(where[at])] for r in c.rows]
+        if c.turns is None:
+            c.turns = rot.turns(c.rows)
         want = [r[torch.from_numpy(at)] for r in rows]
         eps = max(torch.finfo(r.dtype).eps for r in want)
-        turn = common_turn(rot.turns(have), rot.turns(want), eps)
+        turn = common_turn(c.turns[where[at]], rot.turns(want), eps)
         if turn is None or turn.odd.sum() >= (bad & held).sum():
-            return bad
+            return bad, False
         frame = c.frame * turn.common
         c.frame = frame / np.abs(frame)
+        # what the slots are turned by in effect: small differences must add up until they count
+        c.turns = c.turns * turn.common
         st.counters.folds += 1
         bad = bad.copy()
         bad[at] = turn.odd
-        return bad
+        return bad, True
+
+    def _note_rows(
+        self, c: ClassState, klass: str, rows: list[torch.Tensor], where: np.ndarray,
+        new: np.ndarray, turned: bool,
+    ) -> None:  # fmt: skip
+        """Note the rows that slots were made with; those of other slots stay as they were used."""
+        if c.rows is None:
+            new = np.ones_like(new)
+        if c.turns is not None and new.any():
+            pick = torch.from_numpy(np.nonzero(new)[0])
+            c.turns = c.turns.copy()
+            c.turns[where[new]] = self.cohort.rotations[klass].turns([r[pick] for r in rows])
+        note = np.ones_like(new) if turned else new
+        c.rows = _scattered(rows, c.rows, where, note, len(c.cid))
 
     def _frames(self, out: Prepared, noted: dict[str, ClassState]) -> None:
         """Cosine and sine by which fresh rows and queries are turned back into the frame."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 CSS = """
 :root { color-scheme: light dark; --bg:#fff; --fg:#1c2127; --dim:#5f6b7a; --line:#dfe3e8;
   --card:#f6f7f9; --eager:#8a94a3; --stock:#2f74d0; --rtc:#d9622b; --ok:#1d7f4e; --bad:#c22f2f;
@@ -14,7 +16,8 @@ CSS = """
   --bad:#f2716b; --warn:#e3b341; } }
 * { box-sizing:border-box }
 body { margin:0 auto; max-width:1020px; padding:28px 24px 60px; background:var(--bg);
-  color:var(--fg); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif }
+  color:var(--fg); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",
+  sans-serif }
 h1 { font-size:26px; margin:0 0 2px } h2 { font-size:18px; margin:38px 0 6px }
 p { margin:6px 0 } .dim,small { color:var(--dim) } code,.mono { font:13px/1.45 ui-monospace,
   "SFMono-Regular",Menlo,"DejaVu Sans Mono",monospace; overflow-wrap:anywhere }
@@ -22,7 +25,7 @@ p { margin:6px 0 } .dim,small { color:var(--dim) } code,.mono { font:13px/1.45 u
   font-weight:600; color:var(--bg); vertical-align:3px; margin-left:8px }
 .badge.ok { background:var(--ok) } .badge.bad { background:var(--bad) }
 .badge.warn { background:var(--warn) }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(200px,1fr)); gap:12px;
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(175px,1fr)); gap:12px;
   margin:18px 0 }
 .tile { background:var(--card); border-radius:8px; padding:12px 14px }
 .tile b { display:block; font-size:24px; line-height:1.25 } .tile span { color:var(--dim);
@@ -30,9 +33,9 @@ p { margin:6px 0 } .dim,small { color:var(--dim) } code,.mono { font:13px/1.45 u
 .box { border-left:4px solid var(--warn); background:var(--card); padding:8px 14px; margin:12px 0;
   border-radius:0 6px 6px 0 } .box.bad { border-color:var(--bad) } .box pre { margin:0;
   white-space:pre-wrap; font-size:13px }
-table { border-collapse:collapse; width:100%; margin:8px 0; font-size:14px }
+table { border-collapse:collapse; min-width:min(560px,100%); margin:8px 0; font-size:14px }
 th { text-align:left; color:var(--dim); font-weight:500; font-size:13px }
-th,td { padding:5px 12px 5px 0; border-bottom:1px solid var(--line); vertical-align:top }
+th,td { padding:5px 28px 5px 0; border-bottom:1px solid var(--line); vertical-align:top }
 td.num,th.num { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
 .wide { overflow-x:auto }
 .s-applied { color:var(--ok) } .s-refused,.s-partly { color:var(--warn) } .s-off,.s-nothing {

@@ -26,9 +26,7 @@ EVERY = 25  # units between two lines in a pipe
 class Stage:
     """One stage that is under way."""
 
-    def __init__(
-        self, con: Console, bars: Bars | None, task: TaskID, total: int | None
-    ) -> None:
+    def __init__(self, con: Console, bars: Bars | None, task: TaskID, total: int | None) -> None:
         self._console, self._bars, self._task = con, bars, task
         self._total, self._done = total, 0
 

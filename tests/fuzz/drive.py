@@ -6,10 +6,12 @@ import json
 import linecache
 import logging
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Outcome:
     step: int = -1
     message: str = ""
     worst: float = 0.0
+    place: str = ""  # of a crash: function and line of rtc, or of torch
     applied: dict[str, int] = field(default_factory=dict)
     runtime: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -39,6 +42,11 @@ class Outcome:
     @property
     def bad(self) -> bool:
         return self.status in ("wrong", "crash")
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Failures of one kind have one cause, most likely."""
+        return self.status, self.place
 
 
 class Wrong(Exception):
@@ -163,7 +171,7 @@ class Pair:
         s = self.spec
         flag = t % 3 == 0
         outs = []
-        with torch.no_grad(), context():
+        with torch.no_grad(), nullcontext() if context is torch.enable_grad else context():
             x = self.x(t, n or s.new)
             try:
                 outs.append(self.eager.model(*self.eager.arguments(x.clone(), step, flag)))
@@ -171,7 +179,7 @@ class Pair:
                 raise Invalid(f"{type(e).__name__}: {e}") from e
         if not bool(outs[0].isfinite().all()):
             raise Invalid("not finite")
-        with nullcontext() if context is torch.enable_grad else torch.no_grad(), context():
+        with torch.no_grad(), context():
             args = self.other.arguments(x.clone(), step, flag)
             outs.append((run or self.other.run)(*args))
         self.compare("output", *outs)
@@ -180,7 +188,7 @@ class Pair:
     def compare(self, what: str, a: Tensor, b: Tensor) -> None:
         if a.shape != b.shape or a.dtype != b.dtype:
             raise Wrong(f"{what}: {b.dtype}{tuple(b.shape)} instead of {a.dtype}{tuple(a.shape)}")
-        error = float((a - b).abs().max() / (1 + a.abs().max()))
+        error = float((a - b.detach()).abs().max() / (1 + a.abs().max()))
         self.worst = max(self.worst, error)
         if not error <= TOLERANCE:
             raise Wrong(f"{what} is off by {error:.2e}")
@@ -345,6 +353,16 @@ class Pair:
             self.call(t + 500, step, n=s.new + 1)
 
 
+def _place(e: BaseException) -> str:
+    """The innermost function of rtc on the way to an error, and its type."""
+    frames = traceback.extract_tb((getattr(e, "inner_exception", None) or e).__traceback__)
+    ours = [f for f in frames if "/rtc/" in f.filename or "/passes/" in f.filename]
+    where = ours[-1] if ours else frames[-1]
+    kind = type(getattr(e, "inner_exception", None) or e).__name__
+    text = re.sub(r"\d+", "#", str(getattr(e, "inner_exception", None) or e))[:40]
+    return f"{kind} in {Path(where.filename).name} {where.name}: {text}"
+
+
 def ints(spec: Spec, steps: int) -> list[int]:
     """The step argument of every call."""
     r, out, at = random.Random(spec.seed + 2), [], 0
@@ -385,7 +403,8 @@ def run(spec: Spec, options: rtc.Options | None = None, steps: int = 40) -> Outc
         out.status, out.message = "refused", f"{type(e).__name__}: {e}"
     except Exception as e:
         out.status = "crash"
-        out.message = f"{type(e).__name__}: {e}\n{traceback.format_exc(limit=-6)}"
+        out.message = f"{type(e).__name__}: {e}".split("\n\nSet TORCHDYNAMO_VERBOSE")[0]
+        out.place = _place(e)
     out.step = t
     if pair is not None:
         out.worst = pair.worst

@@ -81,7 +81,7 @@ def test_first_call_by_hand():
     model = started(cfg)
     for warm in range(step):
         model(*inputs(cfg, warm))
-    seen = {}
+    seen: dict[str, object] = {}
     block = model.blocks[0]
     block.linear1.register_forward_hook(lambda _, args, out: seen.update(projected=out))
     block.linear2.register_forward_hook(lambda _, args, out: seen.update(joined=args[0]))
