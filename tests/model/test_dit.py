@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_first_call_by_hand():
     model = started(cfg)
     for warm in range(step):
         model(*inputs(cfg, warm))
-    seen: dict[str, object] = {}
+    seen: dict[str, torch.Tensor] = {}
     block = model.blocks[0]
     block.linear1.register_forward_hook(lambda _, args, out: seen.update(projected=out))
     block.linear2.register_forward_hook(lambda _, args, out: seen.update(joined=args[0]))
@@ -189,7 +190,8 @@ def test_traces_as_one_graph_for_every_step(cfg):
     torch._dynamo.reset()
     eager, traced = started(cfg), started(cfg)
     compiled = torch.compile(traced, backend=backend, fullgraph=True)
-    with torch.no_grad(), torch.compiler.config.patch(dynamic_sources="L['step']"):
+    settings: Any = torch.compiler.config
+    with torch.no_grad(), settings.patch(dynamic_sources="L['step']"):
         for step in range(2 * 42 + 20):
             args = inputs(cfg, step)
             assert torch.equal(eager(*args), compiled(*args))
