@@ -30,6 +30,7 @@ def main() -> None:
     p.add_argument("--preset", default="cpu", choices=sorted(PRESETS))
     p.add_argument("--layers", type=int)
     p.add_argument("--passes", type=int)
+    p.add_argument("--set", nargs="*", default=[], metavar="KEY=INT", help="other sizes")
     p.add_argument("--device", default="cpu")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--steps", type=int, default=60)
@@ -43,6 +44,7 @@ def main() -> None:
 
     cfg = PRESETS[args.preset]
     changes = {k: v for k in ("layers", "passes") if (v := getattr(args, k)) is not None}
+    changes |= {k: int(v) for k, v in (pair.split("=") for pair in args.set)}
     if args.no_quantize:
         changes["quantize_kv"] = False
     cfg = dataclasses.replace(cfg, **changes)

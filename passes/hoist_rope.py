@@ -37,6 +37,11 @@ def _legal(cohort: Cohort) -> Refusal | None:
     return None
 
 
+def _in_order(ctx: Context, cohort: Cohort) -> bool:
+    """Whether the views will be kept in the program's own order."""
+    return not ctx.on("ring_cache") or bool(cohort.refusals.get("ring_cache"))
+
+
 def run(ctx: Context) -> Outcome:
     out = Outcome()
     for info, refusal in ctx.plan.unmatched:
@@ -49,6 +54,8 @@ def run(ctx: Context) -> Outcome:
         if not work:
             continue
         refusal = _legal(cohort)
+        if refusal is None and len(cohort.reads) > 1 and _in_order(ctx, cohort):
+            refusal = Refusal("several reads in one call, and the slots must stay in order")
         if refusal is None:
             found = drift(ctx.plan, cohort)
             refusal = found.refusal

@@ -273,8 +273,8 @@ def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
         assert final is not None
         if final.fn.key != val.fn.key or final.dims != val.dims:
             return None  # what is stored is not raw slots
-        if final.expr.shape != val.expr.shape:
-            return None
+        if final.expr.shape != val.expr.shape or not final.expr.contains(val.expr):
+            return None  # overwritten as a whole, or made anew from itself: nothing to keep
         commit = final.expr
     return Cache(info, an.dims, an, commit, {s.index: s for s in an.sources.values()})
 
@@ -327,6 +327,10 @@ def _peel(fn: Fn) -> Fn:
     f = fn
     while f.kind == "item" or (f.kind == "op" and f.target in (LAYOUT | PICKS)):
         child = f.children[0]
+        if f.kind == "item":
+            if child.target not in PICKS:
+                return f  # one output of several
+            child = child.children[0]
         if _features(f) > _features(child):
             return fn  # repeats heads: the copy would come back at every read
         f = child
@@ -365,7 +369,9 @@ def _group(caches: list[Cache]) -> list[Cohort]:
         for view in views.values():
             view.cache = len(cohort.caches)
             tables = [(o.axes, o.key) for o in view.tables()]
-            view.klass = f"{structural_key(view.fn, consts=False)}|{tables}"
+            # views of a class are read at the same events: what one holds, all hold
+            at = [i for i, e in enumerate(reads) if e.key in view.by_read]
+            view.klass = f"{structural_key(view.fn, consts=False)}|{tables}|{at}"
             cohort.views.append(view)
         cohort.caches.append(c)
     return list(groups.values())

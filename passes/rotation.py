@@ -13,6 +13,7 @@ matrix, per-head tables, table values that enter non-linearly) is not called a r
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,16 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis import shapes
-from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, emit, off_slots, permutation, with_slots
+from rtc.passes.analysis.fn import (
+    LAYOUT,
+    Fn,
+    Operand,
+    emit,
+    off_slots,
+    permutation,
+    walk,
+    with_slots,
+)
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.tables import shaped_rows
 from rtc.passes.plan import View
@@ -53,7 +63,28 @@ class Rotation:
     def turns(self, rows: list[torch.Tensor]) -> np.ndarray:
         """[n, D] complex: rotation (and scale) of each feature pair for these table rows."""
         flat = np.concatenate([_real(r) for r in rows], axis=1)
-        return (flat @ self.a.T + self.c0) + 1j * (flat @ self.b.T + self.s0)
+        out = np.empty((len(flat), len(self.perm)), dtype=np.complex128)
+        out.real = _apply(flat, self._picks[0], self.a) + self.c0
+        out.imag = _apply(flat, self._picks[1], self.b) + self.s0
+        return out
+
+    @functools.cached_property
+    def _picks(self) -> tuple[Any, Any]:
+        return _picks(self.a), _picks(self.b)
+
+
+def _picks(m: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """(column, weight) of a matrix with at most one entry a row: tables hold cosines and sines."""
+    if (np.count_nonzero(m, axis=1) > 1).any():
+        return None
+    at = np.abs(m).argmax(axis=1)
+    return at, m[np.arange(len(m)), at]
+
+
+def _apply(
+    flat: np.ndarray, picks: tuple[np.ndarray, np.ndarray] | None, m: np.ndarray
+) -> np.ndarray:
+    return flat @ m.T if picks is None else flat[:, picks[0]] * picks[1]
 
 
 def _real(rows: torch.Tensor) -> np.ndarray:
@@ -130,6 +161,8 @@ def _track(start: Fn, end: Fn, axis: int) -> int | None:
 
 def _rotated(fn: Fn) -> Fn | None:
     """The subtree right above which only casts, scales and layout follow."""
+    raw = next(f for f in walk(fn) if f.kind == "raw").dtype
+    consent = any(o.key[0] == "calibrated" for o in fn.operands())
     f = fn
     while f.kind == "op":
         if any(isinstance(a, Operand) and a.role == "table" for a in f.args):
@@ -137,15 +170,22 @@ def _rotated(fn: Fn) -> Fn | None:
         with_tables = [c for c in f.children if any(o.role == "table" for o in c.operands())]
         if not with_tables:
             return None
-        if len(with_tables) > 1 or not _commutes(f):
+        if len(with_tables) > 1 or not _commutes(f, raw, consent):
             return f
         f = with_tables[0]
     return None
 
 
-def _commutes(f: Fn) -> bool:
+def _commutes(f: Fn, raw: torch.dtype, consent: bool) -> bool:
+    """Whether ``f`` commutes with turning pairs, up to the rounding that raw slots have anyway.
+
+    A cast to less than the cache's own precision rounds by where the pair points: turning before it
+    changes numerics, which is only done with consent (quantization by calibrated scales).
+    """
     if f.target in _CASTS:
-        return f.dtype.is_floating_point
+        if not f.dtype.is_floating_point or not raw.is_floating_point:
+            return False
+        return consent or torch.finfo(f.dtype).eps <= torch.finfo(raw).eps
     if f.target in LAYOUT:
         # the feature axis must stay the last
         return _track(f.children[0], f, len(f.children[0].shape) - 1) == len(f.shape) - 1
@@ -155,8 +195,8 @@ def _commutes(f: Fn) -> bool:
             return by.role == "const" and (not by.shape or by.shape[-1] == 1)
         return isinstance(by, (int, float))
     if f.target is aten.clamp.default:
-        # part of a quantization, which the caller consented to
-        return all(isinstance(a, (int, float)) for a in f.args[1:] if a is not None)
+        # part of a quantization
+        return consent and all(isinstance(a, (int, float)) for a in f.args[1:] if a is not None)
     return False
 
 

@@ -103,7 +103,7 @@ class Fn:
     def arithmetic(self) -> int:
         """Number of ops that are more than layout."""
         free = LAYOUT | PICKS
-        return sum(1 for f in _walk(self) if f.kind == "op" and f.target not in free)
+        return sum(1 for f in walk(self) if f.kind == "op" and f.target not in free)
 
 
 LAYOUT = {
@@ -133,7 +133,7 @@ PICKS = {
 }
 
 
-def _walk(fn: Fn) -> list[Fn]:
+def walk(fn: Fn) -> list[Fn]:
     seen: dict[Any, Fn] = {}
     stack = [fn]
     while stack:
@@ -176,7 +176,7 @@ def raw_fn(shape: Sequence[int], dims: Sequence[int], dtype: torch.dtype) -> Fn:
         tuple(shape),
         tuple(dims),
         dtype,
-        ("raw", off_slots(shape, dims), tuple(dims)),
+        ("raw", off_slots(shape, dims), tuple(dims), str(dtype)),
     )
 
 
@@ -383,6 +383,9 @@ def _emit_op(f: Fn, n: int, call: Call, go: Callable[[Any], Any]) -> Any:
         if target is not aten.expand.default:
             target = aten.reshape.default
         return call(target, (args[0], shape), {})
+    if target is aten.view_as_complex.default:
+        # the program's own .contiguous() is not kept: clones are no work on a slot
+        args[0] = call(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format})
     return call(target, tuple(args), kwargs)
 
 

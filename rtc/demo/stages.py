@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 import time
@@ -54,6 +55,8 @@ class Demo:
     def run(self) -> dict[str, Any]:
         started, interrupted = time.time(), None
         self.folder = tempfile.mkdtemp(prefix="rtc-demo-")
+        # once more at exit: after an interrupt, a compile worker may write there a little longer
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         try:
             self._all()
         except KeyboardInterrupt:

@@ -8,6 +8,7 @@ how torch's own lazy parameters turn into real ones.)
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -67,7 +68,18 @@ class RingCache(torch.Tensor):
 
 
 class RingParameter(torch.nn.Parameter):
-    """The same for a cache that is a parameter."""
+    """The same for a cache that is a parameter.
+
+    Parameter's own methods for copying look at the class, and ask no torch function.
+    """
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        restore(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        restore(self)
+        return self.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

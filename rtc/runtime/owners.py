@@ -19,7 +19,7 @@ _FINALIZERS: dict[int, Any] = {}
 def owners(t: Any) -> list[CohortState]:
     """The states that keep ``t`` or parts of it."""
     states = OWNERS.get(id(t)) if isinstance(t, torch.Tensor) else None
-    return [st for st in states if any(h.owner() is t for h in st.handles)] if states else []
+    return [st for st in states if st.keeps(t)] if states else []
 
 
 def owns(st: CohortState) -> bool:

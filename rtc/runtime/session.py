@@ -26,7 +26,6 @@ from rtc.runtime.state import (
     Counters,
     Handle,
     Prepared,
-    layout_key,
     refresh,
 )
 
@@ -294,7 +293,7 @@ class GraphRuntime:
 
     def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
         handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
-        key = layout_key(c.cohort)
+        key = c.key
         ids = tuple(h.key for h in handles)
         users = list(
             {
@@ -312,7 +311,7 @@ class GraphRuntime:
         for i in c.inputs:
             if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():
                 raise Fallback("a cache with several slot axes is not contiguous")
-        st = CohortState(c.cohort, handles, self.session.counters)
+        st = CohortState(key, c.cohort, handles, self.session.counters)
         st.write_back = self.session.write_back
         st.record_versions()
         take(st, users)
@@ -321,15 +320,17 @@ class GraphRuntime:
         return st
 
     def _refresh(self, c: CohortRuntime, st: CohortState, prep: Prepared) -> None:
-        caches = st.caches()
         for r in prep.refresh:
             src = st.place.find(r.cids)
             assert (src >= 0).all(), "a slot to refresh is not in the cache"
+            alike: dict[Any, list[Any]] = {}
             for j, v in enumerate(c.cohort.views):
                 if v.klass == r.klass and j in st.storages:
-                    with torch.no_grad():
-                        refresh(st, v, j, caches[v.cache], src, r.at, r.rows, r.readers,
-                                self.const, c.cohort.rotations.get(r.klass), r.frame)  # fmt: skip
+                    alike.setdefault((v.fn.key, st.dims[v.cache]), []).append((j, v))
+            rot = c.cohort.rotations.get(r.klass)
+            with torch.no_grad():
+                for views in alike.values():
+                    refresh(st, views, r, src, self.const, rot)
             st.counters.refreshed_slots += len(r.cids)
 
     def _extra(self, e: Extra, states: list[Any], args: list[Any]) -> torch.Tensor:

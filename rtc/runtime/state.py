@@ -92,10 +92,13 @@ def _device(cohort: Cohort) -> torch.device:
 class CohortState:
     """State for one tuple of cache tensors, shared by all graphs that lay it out alike."""
 
-    def __init__(self, cohort: Cohort, handles: Sequence[Handle], counters: Counters) -> None:
-        self.key = layout_key(cohort)
+    def __init__(
+        self, key: Any, cohort: Cohort, handles: Sequence[Handle], counters: Counters
+    ) -> None:
+        self.key = key
         self.handles = list(handles)
         self.ids = tuple(h.key for h in handles)
+        self.by_id = {h.key[0]: h for h in handles}
         self.dims = [c.dims for c in cohort.caches]
         self.counters = counters
         self.unified = cohort.unified
@@ -128,6 +131,11 @@ class CohortState:
         counters.imports += 1
 
     # -- the user's tensors --------------------------------------------------------------------
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, or a part of it, is one of the caches."""
+        handle = self.by_id.get(id(tensor))
+        return handle is not None and handle.owner() is tensor
 
     def tensors(self) -> list[torch.Tensor]:
         """The user's live tensors, each once."""
@@ -264,6 +272,7 @@ class CohortRuntime:
 
     def __init__(self, index: int, cohort: Cohort, extras: Sequence[Extra]) -> None:
         self.index, self.cohort = index, cohort
+        self.key = layout_key(cohort)
         self.extras = [e for e in extras if e.cohort == index]
         self.inputs = [c.info.index for c in cohort.caches]
         self.readers: dict[str, dict[Any, list[TableReader]]] = {}  # class -> read -> operands
@@ -570,32 +579,43 @@ def turned(x: torch.Tensor, perm: np.ndarray, by: np.ndarray) -> torch.Tensor:
 
 
 def refresh(
-    st: CohortState, view: View, j: int, cache: torch.Tensor, src: np.ndarray, at: np.ndarray,
-    rows: Sequence[torch.Tensor], readers: Sequence[TableReader], const: Any,
-    rot: Rotation | None, frame: np.ndarray | None,
+    st: CohortState, views: Sequence[tuple[int, View]], r: Refresh, src: np.ndarray,
+    const: Any, rot: Rotation | None,
 ) -> None:  # fmt: skip
-    """Compute places ``at`` of a view again from raw slots at places ``src`` of its cache."""
-    n, dims, dev = len(src), st.dims[view.cache], cache.device
-    flat = st.merged(cache, dims).index_select(dims[0], torch.from_numpy(src).to(dev))
-    raw = flat.reshape(with_slots(cache.shape, dims, n))
+    """Compute places ``r.at`` of views with the very same work again, from raw slots at ``src``.
+
+    The work is slot-local, so the slots of all views go through it side by side, in one pass.
+    """
+    caches = st.caches()
+    first = views[0][1]
+    dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
+    at, idx = (torch.from_numpy(x).to(dev) for x in (r.at, src))
+    picked = [
+        st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views
+    ]
+    n, count = len(src), len(views)
+    raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
+    raw = raw.reshape(with_slots(shape, dims, n * count))
     values = {
-        r.operand.key: shaped_rows(r.operand, x, dev) for r, x in zip(readers, rows, strict=True)
+        t.operand.key: shaped_rows(t.operand, x.repeat(count, 1), dev)
+        for t, x in zip(r.readers, r.rows, strict=True)
     }
 
     def operand(o: Operand) -> Any:
         return values[o.key] if o.role == "table" else const(o.node)
 
-    key = raw_fn(cache.shape, dims, cache.dtype).key
+    key = raw_fn(shape, dims, raw.dtype).key
 
     def leaf(f: Fn) -> Any:
         return raw if f.key == key else None
 
     def framed(f: Fn) -> Any:
         """The rotated subtree, turned back into the class's frame."""
-        if rot is None or frame is None or f.key != rot.at.key:
+        if rot is None or r.frame is None or f.key != rot.at.key:
             return leaf(f)
-        return turned(emit(f, n, _run, leaf, operand), rot.perm, frame.conj())
+        return turned(emit(f, n * count, _run, leaf, operand), rot.perm, r.frame.conj())
 
-    out = emit(view.fn, n, _run, framed, operand)
-    out = out.reshape(view.storage_shape(n))
-    st.storages[j].index_copy_(view.axis, torch.from_numpy(at).to(dev), out)
+    out = emit(first.fn, n * count, _run, framed, operand)
+    out = out.reshape(first.storage_shape(n * count))
+    for (j, v), part in zip(views, out.split(n, first.axis), strict=True):
+        st.storages[j].index_copy_(v.axis, at, part)

@@ -107,9 +107,9 @@ def step_chart(series: Sequence[Series], resets: Sequence[int], title: str) -> s
                 points = f"{cx - 4:.1f},{top + 8} {cx + 4:.1f},{top + 8} {cx:.1f},{top}"
                 body.append(f'<polygon points="{points}" class="dot {s.css}">{tip}</polygon>')
             else:
-                size = 5.0 if s.first + i in resets else 2.6
+                size, mark = (5.5, "at ") if s.first + i in resets else (2.6, "")
                 at = f'cx="{cx:.1f}" cy="{y(v):.1f}" r="{size}"'
-                body.append(f'<circle {at} class="dot {s.css}">{tip}</circle>')
+                body.append(f'<circle {at} class="dot {mark}{s.css}">{tip}</circle>')
     body.append(_line(left, height - bottom, WIDTH - right, height - bottom, "axis"))
     body.append(_text((left + WIDTH - right) / 2, height - 10, "chunk", "label", "middle"))
     body.append(_text(8, 16, "step time, ms", "label"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rtc.show import charts
-from rtc.show.facts import bytes_text, count_text, number_text, work_rows
+from rtc.show.facts import bytes_text, count_text, faster_text, number_text, work_rows
 from rtc.show.html import graph_sections, pairs
 from rtc.show.page import TIMES, Raw, box, cell, details, page, section, table, tile
 
@@ -61,10 +61,8 @@ def _tiles(result: dict[str, Any], graphs: list[dict[str, Any]]) -> str:
     for key, name in (("stock", "torch.compile"), ("eager", "eager")):
         r = result["speedup"].get(key)
         if r:
-            text = (
-                f"faster than {name} (middle half of chunks: {r['p25']:.2f}-{r['p75']:.2f}{TIMES})"
-            )
-            out.append(tile(f"{r['median']:.2f}{TIMES}", text))
+            text = f"than {name} (middle half of chunks: {r['p25']:.2f}-{r['p75']:.2f}{TIMES})"
+            out.append(tile(faster_text(r["median"]), text))
     if "median_ms" in by.get("rtc", {}):
         out.append(tile(f"{by['rtc']['median_ms']:.1f} ms", "rtc, median step"))
     rows = [w for g in graphs for w in work_rows(g)]
@@ -115,7 +113,7 @@ def _medians(result: dict[str, Any]) -> str:
         text = f"{v['median_ms']:.1f} ms"
         ratio = result["speedup"].get(v["key"])
         if ratio:
-            text += f", rtc is {ratio['median']:.2f}{TIMES} faster"
+            text += f", rtc is {faster_text(ratio['median'])}"
         bars.append(
             charts.Bar(v["label"], _CSS[v["key"]], v["median_ms"], text, v["p05_ms"], v["p95_ms"])
         )

@@ -21,14 +21,28 @@ def source_name(name: str) -> str:
     return name.removeprefix("self.")
 
 
+def readable(text: str) -> str:
+    """A sentence with its sources named as in the user's code."""
+    parts = r"(?:\._(?:modules|buffers|parameters)\['[^']+'\])*"
+    return re.sub(rf"\b[LG]\['[^']+'\]{parts}", lambda m: source_name(m.group()), text)
+
+
 @dataclass(frozen=True)
 class Refused:
-    """One reason, given ``count`` times; ``where`` is the user's own line, if known."""
+    """One reason at one line of the user's code, ``where`` (empty if unknown), for these nodes."""
 
     reason: str
-    node: str
     where: str
+    nodes: tuple[str, ...]
     count: int
+
+    @property
+    def place(self) -> str:
+        """Line and node in a few words; empty where neither is known."""
+        named = f"node {self.nodes[0]}" if self.nodes else ""
+        if len(self.nodes) > 1:
+            named += f" and {len(self.nodes) - 1} more"
+        return ", ".join(x for x in (self.where, named) if x)
 
 
 @dataclass(frozen=True)
@@ -58,15 +72,17 @@ class PassRow:
 def pass_rows(graph: Graph) -> list[PassRow]:
     out = []
     for p in graph["passes"]:
-        counts: dict[tuple[str, str, str], int] = {}
+        found: dict[tuple[str, str], list[str]] = {}
         for r in p["refused"]:
-            key = (r["reason"], r["node"], r["where"])
-            counts[key] = counts.get(key, 0) + 1
-        refused = tuple(Refused(*key, count=n) for key, n in counts.items())
+            found.setdefault((readable(r["reason"]), r["where"]), []).append(r["node"])
+        refused = tuple(
+            Refused(*key, tuple(n for n in dict.fromkeys(nodes) if n), len(nodes))
+            for key, nodes in found.items()
+        )
         out.append(
             PassRow(
                 p["name"], p["tier"], p["enabled"], p["matched"], p["applied"],
-                refused, tuple(p["notes"]),
+                refused, tuple(map(readable, p["notes"])),
             )
         )  # fmt: skip
     return out
@@ -128,6 +144,11 @@ def bytes_text(n: int) -> str:
         if n >= 1000 * 1024 ** (power - 1):
             return f"{n / 1024**power:.3g} {unit}"
     return f"{n} B"
+
+
+def faster_text(ratio: float) -> str:
+    """1.29 as ``1.29x faster``, 0.8 as ``1.25x slower``."""
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
 
 
 def number_text(x: float | None) -> str:

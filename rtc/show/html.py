@@ -50,9 +50,9 @@ def graph_sections(graph: dict[str, Any], prefix: str) -> list[str]:
         ("pass", "tier", "decision", "places", "why"),
         [
             (
-                Raw(f"<code>{cell(p.name)}</code>"), p.tier,
-                Raw(f'<span class="s-{p.verdict.split()[0]}">{p.verdict}</span>'),
-                f"{p.applied} of {p.matched}" if p.enabled else "-", _reasons(p),
+                Raw(f'<code class="name">{cell(p.name)}</code>'), p.tier,
+                _short(p.verdict, f"s-{p.verdict.split()[0]}"),
+                _short(f"{p.applied} of {p.matched}" if p.enabled else "-"), _reasons(p),
             )
             for p in pass_rows(graph)
         ],
@@ -83,12 +83,15 @@ def graph_sections(graph: dict[str, Any], prefix: str) -> list[str]:
     ]  # fmt: skip
 
 
+def _short(text: str, css: str = "") -> Raw:
+    return Raw(f'<span class="short {css}">{cell(text)}</span>')
+
+
 def _reasons(p: PassRow) -> Raw:
     out = []
     for r in p.refused:
         times = f"{r.count} {TIMES} " if r.count > 1 else ""
-        at = ", ".join(x for x in (r.where, f"node {r.node}" if r.node else "") if x)
-        place = f'<br><span class="mono">{cell(at)}</span>' if at else ""
+        place = f'<br><span class="mono">{cell(r.place)}</span>' if r.place else ""
         out.append(f'<p class="reason">{cell(times + r.reason)}{place}</p>')
     out += [f'<p class="reason">{cell(n)}</p>' for n in p.notes]
     return Raw("".join(out))

@@ -36,6 +36,7 @@ p { margin:6px 0 } .dim,small { color:var(--dim) } code,.mono { font:13px/1.45 u
 table { border-collapse:collapse; min-width:min(560px,100%); margin:8px 0; font-size:14px }
 th { text-align:left; color:var(--dim); font-weight:500; font-size:13px }
 th,td { padding:5px 28px 5px 0; border-bottom:1px solid var(--line); vertical-align:top }
+td .name,td .short { white-space:nowrap }
 td.num,th.num { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
 .wide { overflow-x:auto }
 .s-applied { color:var(--ok) } .s-refused,.s-partly { color:var(--warn) } .s-off,.s-nothing {
@@ -48,6 +49,7 @@ svg .label { fill:var(--dim) } svg .value { font-size:14px }
 svg .grid { stroke:var(--line); stroke-width:1 } svg .axis { stroke:var(--dim); stroke-width:1 }
 svg .reset { stroke:var(--dim); stroke-width:1.2; stroke-dasharray:4 4 }
 svg .whisker { stroke:var(--fg); stroke-width:1.4; opacity:.75 } svg .dot { fill-opacity:.8 }
+svg .dot.at { fill-opacity:1; stroke:var(--bg); stroke-width:1.5 }
 .c-eager { fill:var(--eager); background:var(--eager) } .c-stock { fill:var(--stock);
   background:var(--stock) } .c-rtc { fill:var(--rtc); background:var(--rtc) }
 .c-before { fill:var(--eager); background:var(--eager) } .c-after { fill:var(--rtc);

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rtc.show.facts import number_text
+from rtc.show.facts import faster_text, number_text
 from rtc.show.text import print_report, table
 
 
@@ -18,6 +18,8 @@ def print_demo(con: Console, result: dict[str, Any]) -> None:
     _times(con, result)
     _switches(con, result)
     _checks(con, result)
+    for note in result["notes"]:
+        con.print(Text(f"  note    {note}", style="yellow"))
 
 
 def _times(con: Console, result: dict[str, Any]) -> None:
@@ -32,7 +34,7 @@ def _times(con: Console, result: dict[str, Any]) -> None:
         cold, warm = (v.get(k) for k in ("cold_s", "warm_s"))
         t.add_row(
             v["label"], f"{v['median_ms']:.1f}", f"{v['p05_ms']:.1f}-{v['p95_ms']:.1f}",
-            f"{ratio['median']:.2f}x faster" if ratio else "-", reset,
+            faster_text(ratio["median"]) if ratio else "-", reset,
             f"{cold:.1f} s" if cold else "-", f"{warm:.1f} s" if warm else "-",
         )  # fmt: skip
     con.print()

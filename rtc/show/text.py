@@ -56,9 +56,8 @@ def print_pass(con: Console, row: PassRow) -> None:
     for r in row.refused:
         times = f"{r.count} x " if r.count > 1 else ""
         con.print(Text(f"    refused {times}{r.reason}"))
-        at = ", ".join(x for x in (r.where, f"node {r.node}" if r.node else "") if x)
-        if at:
-            con.print(Text(f"      at {at}", style="dim"))
+        if r.place:
+            con.print(Text(f"      at {r.place}", style="dim"))
     for note in row.notes:
         con.print(Text(f"    {note}"))
 

@@ -183,7 +183,7 @@ class Writer:
             "slot_add": f"{t} + {along(f'self.slot[:{r}]')}",
             "age": f"{t} * {along(f'0.97 ** torch.arange({r - 1}, -1, -1).double()')}",
             "step_int": f"{t} * (1 + step % 3)",
-            "step_float": f"{t} * (1.0 + 0.1 * (step % 4))",
+            "step_float": f"{t} * (1.0 + 0.002 * step)",  # a modulus here breaks torch 2.13 itself
             "f32": f"{t}.float().double()",
             "bf16": f"{t}.to(torch.bfloat16).to(torch.float64)",
             "quant": f"({t} * 16).round().clamp(-127, 127) / 16",

@@ -39,7 +39,7 @@ def decode(call: Any, model: Any, kind: str, steps: int) -> tuple[list[torch.Ten
     return found, cache
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("static", 20), ("dynamic", 3)])
+@pytest.mark.parametrize(("kind", "steps"), [("static", 20), ("dynamic", 2)])
 def test_equals_eager(kind: str, steps: int) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).double().eval()
@@ -56,6 +56,6 @@ def test_equals_eager(kind: str, steps: int) -> None:
     assert sum(report.counts().values()) == 0
     if kind == "static":
         # its position is a counter on the device
-        assert_refused(report, "ring_cache", r"layers\[0\]\.keys.*cache_utils\.py:\d+ in update")
-        assert_refused(report, "ring_cache", r"cumulative_length, known on the device only")
+        reason = r"layers\[0\]\.keys: .*cumulative_length, known on the device only"
+        assert_refused(report, "ring_cache", reason + r".*cache_utils\.py:\d+ in update")
         assert len(report.to_dict()["graphs"]) == 1
