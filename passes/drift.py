@@ -55,8 +55,8 @@ def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
     pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (np.abs(new) <= 1e-6)).all(1)
     best: Turn | None = None
     # first, last, middle and quarter points: a turn shared by most slots shows at one of them
-    for i in sorted({int(q * (len(old) - 1)) for q in (0.0, 0.25, 0.5, 0.75, 1.0)}):
-        if not pure[i]:
+    for i in dict.fromkeys(int(q * (len(old) - 1)) for q in (0.5, 0.75, 0.25, 1.0, 0.0)):
+        if not pure[i] or (best is not None and best.odd.sum() < len(old) / 2):
             continue
         odd = (np.abs(ratio - ratio[i]) > tol).any(1) | ~pure
         if best is None or odd.sum() < best.odd.sum():

@@ -44,8 +44,8 @@ class Extra:
 
     kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows
     of a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an
-    operand permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by which
-    queries and fresh rows of a view class are turned).
+    operand permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by
+    which queries and fresh rows of a view class are turned).
     """
 
     kind: str
@@ -359,8 +359,8 @@ class Rewriter:
                 x = emit(f, m, self.call, framed, operand)
                 self._count(i, cohort, view, f, x)
                 return x
-            if rot is None or f.key != rot.at.key:
-                return given(f)
+            if rot is None or rot.inverse is not None or f.key != rot.at.key:
+                return given(f)  # the turn is in the table rows where it can be
             x = emit(f, m, self.call, given, operand)
             return self._rotate(x, "unfold", i, view)
 

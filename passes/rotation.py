@@ -62,10 +62,57 @@ class Rotation:
 
     def turns(self, rows: list[torch.Tensor]) -> np.ndarray:
         """[n, D] complex: rotation (and scale) of each feature pair for these table rows."""
-        flat = np.concatenate([_real(r) for r in rows], axis=1)
+        return self._turns(np.concatenate([_real(r) for r in rows], axis=1))
+
+    def _turns(self, flat: np.ndarray) -> np.ndarray:
         out = np.empty((len(flat), len(self.perm)), dtype=np.complex128)
         out.real = _apply(flat, self._picks[0], self.a) + self.c0
         out.imag = _apply(flat, self._picks[1], self.b) + self.s0
+        return out
+
+    @functools.cached_property
+    def inverse(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """(output, weight) from which each table entry can be read back, or None.
+
+        Outputs are c and then s of every feature. With it, a turn can be put into the table rows.
+        """
+        if any(p is None for p in self._picks):
+            return None
+        both = np.concatenate([self.a, self.b])
+        if (np.abs(both).max(axis=0) == 0).any():
+            return None  # an entry that nothing shows
+        src = np.abs(both).argmax(axis=0)
+        weight = both[src, np.arange(both.shape[1])]
+        # a turned row must be a row: try it on random turns
+        gen = np.random.default_rng(0)
+        frame = np.exp(1j * gen.standard_normal(len(self.perm)))
+        alone = self.perm == np.arange(len(self.perm))
+        frame = np.where(alone, 1.0, frame)
+        lower = self.perm >= np.arange(len(self.perm))
+        frame = np.where(lower, frame, frame[self.perm].conj())
+        flat = gen.standard_normal((3, both.shape[1]))
+        z = self._turns(flat) * frame
+        again = self._turns(self._back(z, src, weight))
+        return (src, weight) if np.allclose(again, z, rtol=0, atol=1e-9) else None
+
+    def _back(self, z: np.ndarray, src: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        out = np.concatenate([z.real - self.c0, z.imag - self.s0], axis=1)
+        return out[:, src] / weight
+
+    def turned_rows(self, rows: list[torch.Tensor], by: np.ndarray) -> list[torch.Tensor]:
+        """Table rows that turn by ``by`` [D] complex more; needs ``inverse``."""
+        assert self.inverse is not None
+        if (by == 1).all() or not len(rows[0]):
+            return rows
+        flat = self._back(self.turns(rows) * by, *self.inverse)
+        out, at = [], 0
+        for r in rows:
+            k = r.shape[1] * (2 if r.is_complex() else 1)
+            part = torch.from_numpy(np.ascontiguousarray(flat[:, at : at + k]))
+            if r.is_complex():
+                part = torch.view_as_complex(part.reshape(len(part), -1, 2))
+            out.append(part.to(r.dtype))
+            at += k
         return out
 
     @functools.cached_property

@@ -6,7 +6,7 @@ cohort for the cache tensors at hand, prepares, refreshes, runs, and notes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -330,7 +330,8 @@ class GraphRuntime:
             rot = c.cohort.rotations.get(r.klass)
             with torch.no_grad():
                 for views in alike.values():
-                    refresh(st, views, r, src, self.const, rot)
+                    for part in _chunks(views, len(src), st):
+                        refresh(st, part, r, src, self.const, rot)
             st.counters.refreshed_slots += len(r.cids)
 
     def _extra(self, e: Extra, states: list[Any], args: list[Any]) -> torch.Tensor:
@@ -344,6 +345,20 @@ class GraphRuntime:
         value = prep.extras[e]
         device = args[c.inputs[0]].device
         return value if value.device == device else value.to(device, non_blocking=True)
+
+
+# Refreshed rows of several views go through their work side by side, as many as stay in a CPU's
+# cache; a GPU wants few large launches.
+_CHUNK_BYTES = {"cpu": 1 << 20}
+_CHUNK_ELSEWHERE = 1 << 28
+
+
+def _chunks(views: list[Any], slots: int, st: CohortState) -> Iterator[list[Any]]:
+    storage = st.storages[views[0][0]]
+    row = storage.numel() * storage.element_size() // storage.shape[st.axes[views[0][0]]]
+    size = max(1, _CHUNK_BYTES.get(storage.device.type, _CHUNK_ELSEWHERE) // (row * slots))
+    for i in range(0, len(views), size):
+        yield views[i : i + size]
 
 
 def _cut(tensor: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:

@@ -349,15 +349,18 @@ class CohortRuntime:
                     if klass in read or (e > 0 and co.order != "ring"):
                         raise Fallback("tables change between the reads of one call")
                     pick = torch.from_numpy(np.nonzero(bad)[0])
-                    picked = [r[pick] for r in rows]
+                    picked = self._framed(c, klass, [r[pick] for r in rows])
+                    frame = None if self._in_rows(klass) else c.frame
                     out.refresh.append(
-                        Refresh(klass, cids[bad], came[bad], picked, readers, c.frame)
+                        Refresh(klass, cids[bad], came[bad], picked, readers, frame)
                     )
                 first = fresh & ~held
                 for k, _ in event.present:
                     if k not in written[klass]:
                         at, _ = self._picked(ids, k)
-                        self._table_inputs(out, e, k, klass, readers, rows, at)
+                        new = [r[torch.from_numpy(at)] for r in rows]
+                        new = self._framed(c, klass, new)
+                        self._table_inputs(out, e, k, klass, readers, new)
                         c.cid[where[at]] = cids[at]
                         written[klass].add(k)
                 c.cid[where[bad]] = cids[bad]
@@ -434,6 +437,16 @@ class CohortRuntime:
         bad[at] = turn.odd
         return bad, True
 
+    def _in_rows(self, klass: str) -> bool:
+        rot = self.cohort.rotations.get(klass)
+        return rot is not None and rot.inverse is not None
+
+    def _framed(self, c: ClassState, klass: str, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Table rows that also turn slots back into the frame, where rows can hold that."""
+        if not self._in_rows(klass) or c.frame is None:
+            return rows
+        return self.cohort.rotations[klass].turned_rows(rows, c.frame.conj())
+
     def _note_rows(
         self, c: ClassState, klass: str, rows: list[torch.Tensor], where: np.ndarray,
         new: np.ndarray, turned: bool,
@@ -509,7 +522,7 @@ class CohortRuntime:
 
     def _table_inputs(
         self, out: Prepared, e: int, k: int, klass: str, readers: list[TableReader],
-        rows: list[torch.Tensor], at: np.ndarray,
+        rows: list[torch.Tensor],
     ) -> None:  # fmt: skip
         for num, (reader, r) in enumerate(zip(readers, rows, strict=True)):
             op = reader.operand
@@ -517,9 +530,9 @@ class CohortRuntime:
                 continue
             extra = Extra(
                 "table", self.index, e, k, self.lead[klass], num,
-                shape=op.rows_shape(len(at)), dtype=op.dtype,
+                shape=op.rows_shape(len(r)), dtype=op.dtype,
             )  # fmt: skip
-            out.extras[extra] = shaped_rows(op, r[torch.from_numpy(at)], _CPU)
+            out.extras[extra] = shaped_rows(op, r, _CPU)
 
     def _biases(self, out: Prepared, env: Mapping[fx.Node, Any]) -> None:
         if self.cohort.order != "ring":
@@ -611,7 +624,7 @@ def refresh(
 
     def framed(f: Fn) -> Any:
         """The rotated subtree, turned back into the class's frame."""
-        if rot is None or r.frame is None or f.key != rot.at.key:
+        if rot is None or r.frame is None or f.key != rot.at.key or (r.frame == 1).all():
             return leaf(f)
         return turned(emit(f, n * count, _run, leaf, operand), rot.perm, r.frame.conj())
 

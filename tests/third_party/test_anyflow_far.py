@@ -15,7 +15,7 @@ import torch
 import rtc
 from rtc.testing import assert_refused
 
-pytest.importorskip("diffusers")
+pytest.importorskip("diffusers.models.transformers.transformer_anyflow_far")
 from diffusers import AnyFlowFARTransformer3DModel
 
 pytestmark = pytest.mark.third_party
@@ -169,9 +169,7 @@ def test_a_graph_for_each_shape_and_no_more(cases: dict[str, Case]) -> None:
 def test_rope_of_the_cached_slots_is_hoisted(cases: dict[str, Case]) -> None:
     """Keys (RoPE and padding) and values (padding) of both layers, wherever chunks are cached."""
     graphs = cases["steady"].report["graphs"]
-    applied = [
-        next(p["applied"] for p in g["passes"] if p["name"] == "hoist_rope") for g in graphs
-    ]
+    applied = [next(p["applied"] for p in g["passes"] if p["name"] == "hoist_rope") for g in graphs]
     denoising, caching = applied[0::2], applied[1::2]
     assert denoising == [0, 2 * LAYERS, 2 * LAYERS, 2 * LAYERS]
     assert caching == [0, 0, 0]

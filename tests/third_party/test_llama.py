@@ -1,4 +1,4 @@
-"""A language model of transformers: not what rtc is for, so it must be right, or refused clearly."""
+"""A language model of transformers: not what rtc is for, so it must be right or refused clearly."""
 
 from typing import Any
 

@@ -8,7 +8,7 @@ import torch
 
 import rtc
 
-pytest.importorskip("diffusers")
+pytest.importorskip("diffusers.models.transformers.transformer_helios")
 from diffusers import HeliosTransformer3DModel, SkyReelsV2Transformer3DModel
 
 pytestmark = pytest.mark.third_party

@@ -13,7 +13,7 @@ import torch
 import rtc
 from rtc.testing import assert_pass_counts, assert_refused
 
-pytest.importorskip("diffusers")
+pytest.importorskip("diffusers.models.transformers.transformer_sana_wm_refiner")
 from diffusers.models.transformers.transformer_sana_wm_refiner import (
     SanaWMLTX2RefinerTransformer3DModel,
     SanaWMRefinerKVCache,

@@ -10,7 +10,7 @@ import torch
 
 import rtc
 
-pytest.importorskip("diffusers")
+pytest.importorskip("diffusers.models.transformers.transformer_wan_animate_2")
 from diffusers.models.transformers.transformer_wan_animate_2 import (
     WanAnimate2KVCache,
     WanAnimate2Transformer3DModel,
@@ -60,4 +60,5 @@ def test_host_reads_are_refused_with_their_line(mode: str, frames: int) -> None:
                 compiled(**arguments(cache, mode, frames))
             assert compiled.report().to_dict()["runtime"]["imports"] == 0
         for layer, (key, value) in zip(cache.layer_caches, kept, strict=True):
-            assert layer.key is key and layer.value is value
+            assert layer.key is key
+            assert layer.value is value
