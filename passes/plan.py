@@ -188,7 +188,10 @@ def build(
     caches: list[Cache] = []
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
-    for info in inputs:
+    # A read belongs to one cache. Caches that are written come first: to a tensor that is only read,
+    # a cache joined with it looks like fresh rows.
+    claimed: set[tuple[fx.Node, fx.Node]] = set()
+    for info in sorted(inputs, key=lambda i: not i.mutated):
         if (
             info.is_int
             or (info.parameter and not info.mutated)
@@ -197,6 +200,13 @@ def build(
             continue
         found = _find_cache(host, exprs, info, hints, calibrate, raw_only)
         if isinstance(found, Cache):
+            reads = {(n, u) for n, u, _ in found.analysis.ends}
+            if reads & claimed:
+                if info.mutated:
+                    why = "its slots are read as one with those of another cache"
+                    unmatched.append((info, Refusal.at(f"{info.source}: {why}", info.node)))
+                continue
+            claimed |= reads
             caches.append(found)
         elif found is not None:
             unmatched.append((info, found))

@@ -89,7 +89,6 @@ def test_materialize_any_time():
         if step % 3:
             compiled.materialize()
             compiled.materialize()
-            assert type(model.k) is torch.Tensor
     same_caches(eager, model)
 
 

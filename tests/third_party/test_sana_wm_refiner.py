@@ -103,16 +103,34 @@ class Refiner:
         return self
 
 
-def test_equals_eager_while_the_window_grows_and_after() -> None:
+@pytest.fixture(scope="module")
+def videos() -> tuple[Refiner, Refiner, dict[str, Any]]:
+    """Four blocks by eager and by rtc, and what rtc reports."""
     model = build()
     with rtc.compile(model, options=rtc.Options(lowering="eager")) as compiled, torch.no_grad():
         eager, ours = Refiner(model, model).video(4), Refiner(compiled, model).video(4)
-        assert compiled.report().to_dict()["runtime"]["plain_calls"] == 0
+        return eager, ours, compiled.report().to_dict()
+
+
+def test_equals_eager_while_the_window_grows_and_after(
+    videos: tuple[Refiner, Refiner, dict[str, Any]],
+) -> None:
+    eager, ours, report = videos
     for a, b in zip(eager.outputs, ours.outputs, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-10)
     for x, y in zip(eager.layers(), ours.layers(), strict=True):
         for a, b in zip(x.get_history(), y.get_history(), strict=True):
             torch.testing.assert_close(b, a, rtol=0, atol=1e-10)
+    assert report["runtime"]["plain_calls"] == 0
+
+
+def test_a_history_is_copied_once_a_block(
+    videos: tuple[Refiner, Refiner, dict[str, Any]],
+) -> None:
+    """Not in each of its four calls, though the trimmed one is a view of a longer tensor, and
+    though it had other lengths before."""
+    frames = [0, BLOCK, WINDOW - SINK, WINDOW - SINK]
+    assert videos[2]["runtime"]["refreshed_slots"] == sum(frames) * TOKENS
 
 
 def test_what_is_decided_for_a_full_window() -> None:
