@@ -73,7 +73,8 @@ class Demo:
         if self.machine["load"] > 0.5:
             self._note(
                 f"load average {self.machine['load']}: other processes ran on this machine's "
-                f"{self.machine['cores']} cores, so the timings are noisy"
+                f"{self.machine['cores']} cores, so the timings are noisy (with OMP_NUM_THREADS=1 "
+                "less so: threads that wait for each other suffer most)"
             )
         self._choose_lowering()
         self._exactness()

@@ -1,9 +1,17 @@
 """A cache in ring order must not be read as if it were in order, nor written unseen.
 
-While rtc owns a cache, its tensor object is given the class ``RingCache``: any torch function that
-touches it first puts the slots back into the program's order, then runs as usual. Between calls the
-user sees current values, whatever they do with the tensor. (Assigning ``__class__`` to a tensor is
-how torch's own lazy parameters turn into real ones.)
+While rtc owns a cache, its tensor object is a ``RingCache``: whatever touches it first puts the slots
+back into the program's order, then runs as usual. Between calls the user sees current values,
+whatever they do with the tensor. Two nets catch the touch:
+
+* ``__torch_function__`` sees what Python code calls, before it runs;
+* ``__torch_dispatch__`` sees what gets past that (``torch.tensor(t)``, ``torch.jit``, ``torch.func``,
+  C++ extensions): the object's TensorImpl is swapped for one with the Python dispatch key, on the
+  same storage and version counter, and swapped back when the guard is lifted. Where the swap is not
+  possible (something in C++ holds the tensor), the first net stands alone.
+
+What no net catches is memory that was handed out (DLPack, ``data_ptr``): from then on the cache is
+kept in order.
 """
 
 from __future__ import annotations
@@ -59,12 +67,32 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _dispatch_below(func: Any, args: Any, kwargs: Any) -> Any:
+    for t in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if type(t) in _PLAIN:
+            restore(t)
+    args, kwargs = torch.utils._pytree.tree_map(_bare, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _bare(a: Any) -> Any:
+    """An alias that C++ made of a guarded tensor keeps the dispatch key: take it off."""
+    if type(a) not in _PLAIN:
+        return a
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor._make_subclass(torch.Tensor, a)
+
+
 class RingCache(torch.Tensor):
     """A cache tensor whose slots lie in ring order; see the module's docstring."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch_below(func, args, kwargs or {})
 
 
 class RingParameter(torch.nn.Parameter):
@@ -85,14 +113,18 @@ class RingParameter(torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch_below(func, args, kwargs or {})
+
 
 _GUARDED: dict[type, type] = {torch.Tensor: RingCache, torch.nn.Parameter: RingParameter}
 _PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
 
 
 def alone(t: torch.Tensor) -> bool:
-    """Whether no other tensor (view, detached alias, NumPy array) holds the memory."""
-    if t._base is not None:
+    """Whether nobody else (view, detached alias, NumPy array, DLPack capsule) holds the memory."""
+    if t._base is not None or t._use_count() > 1:
         return False
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
@@ -113,16 +145,41 @@ def possible(t: torch.Tensor) -> bool:
     return type(t) in _GUARDED and alone(t)
 
 
+# id of a guarded tensor -> the tensor object that holds its own TensorImpl meanwhile
+_PARKED: dict[int, torch.Tensor] = {}
+
+
 def put(t: torch.Tensor) -> None:
     """Guard the tensor object."""
-    if type(t) in _GUARDED:
-        t.__class__ = _GUARDED[type(t)]
+    plain = type(t)
+    if plain not in _GUARDED:
+        return
+    ring = _GUARDED[plain]
+    try:
+        other = torch.Tensor._make_subclass(ring, t)
+        torch._C._swap_tensor_impl(t, other)
+        other.__class__ = plain
+        _PARKED[id(t)] = other
+    except (RuntimeError, TypeError):
+        pass  # something in C++ holds the tensor: the class alone guards it
+    t.__class__ = ring
 
 
 def lift(t: torch.Tensor) -> None:
     """Make it a plain tensor again, values as they lie."""
-    if type(t) in _PLAIN:
-        t.__class__ = _PLAIN[type(t)]
+    ring = type(t)
+    if ring not in _PLAIN:
+        return
+    other = _PARKED.pop(id(t), None)
+    if other is not None:
+        torch._C._swap_tensor_impl(t, other)
+        other.__class__ = ring
+    t.__class__ = _PLAIN[ring]
+
+
+def forget(ident: int) -> None:
+    """A guarded tensor died: let go of its memory."""
+    _PARKED.pop(ident, None)
 
 
 def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:

@@ -60,6 +60,7 @@ def _drop(ident: int, st: CohortState) -> None:
 def _forget(ident: int) -> None:
     """A cache tensor died: its states go, and the tensors they also kept are put in order."""
     _FINALIZERS.pop(ident, None)
+    guard.forget(ident)
     for st in OWNERS.get(ident, []).copy():
         release(st)
 

@@ -75,7 +75,7 @@ def test_an_int_kept_by_the_module():
             eager.step = model.step = 0
     same_caches(eager, model)
     assert eager.step == model.step
-    assert graphs(compiled) <= 2
+    assert graphs(compiled) <= 3  # a constant, a symbol, and the constant it was set back to
 
 
 def test_an_int_that_sizes_a_slice():
@@ -148,9 +148,9 @@ def test_a_flag_chooses_between_two_graphs_on_one_state():
         close(
             eager(x(call), call // 4, call % 4 == 0), compiled(x(call), call // 4, call % 4 == 0)
         )
-    same_caches(eager, model)
     assert graphs(compiled) == 2
     assert runtime(compiled)["materializations"] == 0
+    same_caches(eager, model)
 
 
 # -- shapes and dtypes -----------------------------------------------------------------------------

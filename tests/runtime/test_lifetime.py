@@ -25,7 +25,8 @@ def test_close_puts_the_caches_in_order_and_frees_the_state():
     compiled.close()
     assert type(model.k) is torch.Tensor
     same_caches(eager, model)
-    assert not owners.OWNERS
+    assert not owners.owners(model.k)
+    assert not owners.owners(model.v)
     assert runtime(compiled)["state_bytes"] == 0
 
 
