@@ -5,6 +5,7 @@
 #                of several GB; the pin is a release that the tests ran on. For another build:
 #                make TORCH="torch==2.13.0 --index-url URL" (pytorch.org/get-started has the URLs)
 #   PYTEST_ARGS  more arguments for pytest: make test PYTEST_ARGS="-m 'not slow' tests/passes"
+#   JOBS         tests at a time, one thread each; default: as many as there are cores
 #   BENCH        the benchmarks to run: make bench BENCH=bench/bench_attention.py
 #
 # A change of PYTHON or TORCH takes effect after `make distclean`.
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BENCH ?= $(wildcard bench/bench_*.py)
 
 SHELL := /bin/bash
@@ -38,7 +40,7 @@ demo: $(INSTALLED)
 	@$(BIN)/rtc demo
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
 
 lint: lint-format lint-ruff lint-types
 

@@ -51,7 +51,8 @@ def main() -> None:
             runs[name] = json.loads(done.stdout.strip().splitlines()[-1])
             r = runs[name]
             phases = ", ".join(f"{k} {v:.1f}" for k, v in r["phases"].items())
-            print(f"{name}: {r['seconds']:.1f} s ({phases}); {r['graphs']} graph, {r['nodes']} nodes")
+            size = f"{r['graphs']} graph, {r['nodes']} nodes"
+            print(f"{name}: {r['seconds']:.1f} s ({phases}); {size}")
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "preset": args.preset,

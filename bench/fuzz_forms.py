@@ -86,7 +86,10 @@ def main() -> int:
         total["took the plain path"] += found.runtime.get("plain_calls", 0) > 0
         if found.status != "ok" or not args.quiet:
             line = f"{seed} {found.status} {found.applied} {found.runtime.get('plain_calls')} plain"
-            print(f"{line} {found.place} {found.message.splitlines()[0] if found.message else ''}", flush=True)
+            print(
+                f"{line} {found.place} {found.message.splitlines()[0] if found.message else ''}",
+                flush=True,
+            )
     seconds = time.perf_counter() - started
     print(f"{len(seeds)} seeds, {args.steps} steps each, {seconds:.0f} s: {dict(total)}")
     return int(total["wrong"] + total["crash"] > 0)

@@ -188,8 +188,8 @@ def build(
     caches: list[Cache] = []
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
-    # A read belongs to one cache. Caches that are written come first: to a tensor that is only read,
-    # a cache joined with it looks like fresh rows.
+    # A read belongs to one cache. Caches that are written come first: to a tensor that is only
+    # read, a cache joined with it looks like fresh rows.
     claimed: set[tuple[fx.Node, fx.Node]] = set()
     for info in sorted(inputs, key=lambda i: not i.mutated):
         if (

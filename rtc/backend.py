@@ -53,6 +53,14 @@ class Compiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
+        before = len(self.graphs)
+        try:
+            return self._backend(gm, example_inputs)
+        except BaseException:
+            del self.graphs[before:]  # nothing came of it
+            raise
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
         if torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
@@ -173,7 +181,6 @@ class Compiler:
         if values:
             for name, value in values.items():
                 self.fixed[name] = {value}
-            self.graphs.pop()
             raise Specialize(values)
 
     def _lower(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:

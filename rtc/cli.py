@@ -28,6 +28,15 @@ from rtc.passes.pipeline import PIPELINE, names
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
+_TARGET_HELP = """\
+factory() returns (model, args) or (model, args, kwargs): a module or a function, and the arguments
+of one steady call, with args a tuple. It may return the model alone if the same file also has
+example_inputs(), which then returns args or (args, kwargs).
+
+Try it: rtc explain rtc.demo:tiny
+"""
+
+
 class UsageError(Exception):
     """Bad input: one line that says what, where, and what to do."""
 
@@ -74,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "explain",
         help="show what would be rewritten in your model, and why not more",
         description="Trace a model and show every pass's decision. Nothing is run.",
-        epilog=f"{_target_help()}",
+        epilog=_TARGET_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
@@ -116,22 +125,15 @@ def _options(p: argparse.ArgumentParser) -> None:
     for name in names():
         group.add_argument(_switch(name), action="store_true", help=f"switch {name} off")
     group.add_argument(
-        "--quantize",
-        choices=("exact", "calibrated"),
-        default="exact",
+        "--quantize", choices=("exact", "calibrated"), default="exact",
         help="calibrated: consent to FP8 scales measured once a session (changes numerics)",
-    )
-    group.add_argument(
-        "--lowering",
-        choices=("inductor", "eager"),
-        default="inductor",
-        help="eager: run the rewritten graph op by op; needs no compiler, and is slow",
-    )
+    )  # fmt: skip
 
 
 def options_of(args: argparse.Namespace) -> Options:
     off = [n for n in names() if getattr(args, _switch(n)[2:].replace("-", "_"))]
-    return without(Options(quantize=args.quantize, lowering=args.lowering), off)
+    lowering = getattr(args, "lowering", "inductor")  # explain generates no code
+    return without(Options(quantize=args.quantize, lowering=lowering), off)
 
 
 def _demo_arguments(p: argparse.ArgumentParser) -> None:
@@ -145,7 +147,12 @@ def _demo_arguments(p: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", choices=("float32", "float64", "bfloat16", "float16")
     )
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument(
+        "--lowering", choices=("inductor", "eager"), default="inductor",
+        help="eager: run the rewritten graph op by op; needs no compiler, and is slow",
+    )  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, help="default: as many as there are free cores")
     p.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("rtc-report.html"),
         help="the HTML report (default: rtc-report.html)",
@@ -154,12 +161,6 @@ def _demo_arguments(p: argparse.ArgumentParser) -> None:
         "--quick", action="store_true",
         help="only eager, torch.compile and rtc: no runs with passes off, no warm compiles",
     )  # fmt: skip
-
-
-def _target_help() -> str:
-    from rtc import target
-
-    return (target.__doc__ or "").replace("``", "")
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     settings = demo.Settings(
         preset=args.preset, chunks=args.chunks, dtype=args.dtype, device=args.device,
-        seed=args.seed, quick=args.quick, options=options_of(args),
+        seed=args.seed, threads=args.threads, quick=args.quick, options=options_of(args),
     )  # fmt: skip
     _writable(args.out)
     with _quiet_stdout():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import linecache
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from rtc.backend import Compiler, Specialize
-from rtc.errors import RtcError, UnsupportedError
+from rtc.errors import HostSyncError, RtcError, UnsupportedError
 from rtc.options import Options
 from rtc.report import Report
 from rtc.runtime.owners import guard_all, lift_all
@@ -44,6 +46,32 @@ def check_torch() -> None:
             f"torch {torch.__version__} is not supported: rtc needs {_MIN[0]}.{_MIN[1]} or newer, "
             f"below {_BELOW[0]}.{_BELOW[1]}"
         )
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_READS = re.compile(r"\.(item|tolist|nonzero)\(|\b(int|bool|float)\(")
+
+
+def host_read(error: Exception) -> HostSyncError | None:
+    """The clear error for a trace that failed since it needs device data on the host, or None."""
+    text = str(error)
+    if not re.search(r"[Dd]ata-dependent|Could not guard|[Uu]nbacked|\bu0\b|SymI", text):
+        return None
+    frames = _FRAME.findall(text.split("from user code", 1)[-1]) if "from user code" in text else []
+    if not frames:
+        return None
+    file, line, name = frames[-1]
+    at = int(line)
+    # the read may stand above the line that could not do without its value
+    code = linecache.getline(file, at).strip()
+    above = range(at, max(at - 30, 0), -1)
+    if not code.startswith(("if ", "elif ", "while ", "assert ")):
+        at = next((n for n in above if _READS.search(linecache.getline(file, n))), at)
+    return HostSyncError(
+        f"{file}:{at} in {name}: this line needs device data on the host in the middle of the "
+        f"step ({linecache.getline(file, at).strip()}). Keep the value as a Python int outside the "
+        "tensors (a step counter, say), or select with torch.where on the device."
+    )
 
 
 _TOO_MANY_PLAIN = 8
@@ -114,6 +142,11 @@ class Compiled:
             except BackendCompilerFailed as e:
                 if not isinstance(e.inner_exception, Specialize):
                     raise
+            except Exception as e:
+                found = host_read(e)
+                if found is None:
+                    raise
+                raise found from None
 
     def report(self) -> Report:
         """What was decided and done so far, as data (``to_dict()``) and text (``str()``)."""

@@ -188,9 +188,12 @@ def _eval(e: SlotExpr, xs: list[np.ndarray], args: list[Any]) -> np.ndarray:
         return np.roll(x, tuple(args[:n]), tuple(args[n:]))
     if e.op == "flip":
         return np.flip(x, tuple(args))
-    if e.op == "index":
+    # index_select and index_copy do not count from the end
+    if e.op.endswith("_strict") and ((args[1] < 0) | (args[1] >= x.shape[args[0]])).any():
+        raise IndexError(f"slot index out of range: {args[1].tolist()} of {x.shape[args[0]]}")
+    if e.op in ("index", "index_strict"):
         return np.take(x, args[1], axis=args[0], mode="raise")
-    if e.op == "index_put":
+    if e.op in ("index_put", "index_put_strict"):
         out = x.copy()
         put: list[Any] = [slice(None)] * x.ndim
         put[args[0]] = args[1]

@@ -344,7 +344,8 @@ def _index(an: LocalAnalysis, node: fx.Node) -> Any:
         k, idx = _only_index(node, v, rank)
     _index_1d(an, idx)
     shape = _shape(node)
-    expr = an.exprs.make("index", (v.expr,), (k, idx), [shape[d] for d in v.dims])
+    op = "index_strict" if node.target is aten.index_select.default else "index"
+    expr = an.exprs.make(op, (v.expr,), (k, idx), [shape[d] for d in v.dims])
     return type(v)(v.dims, expr, v.fn)
 
 
@@ -373,7 +374,8 @@ def _index_put(an: LocalAnalysis, node: fx.Node) -> Any:
         if sv.dims != v.dims or merge(v.fn, sv.fn) is None or _shape(src) != tuple(shape):
             raise NotLocal("different work on different slots")
         rows, fn = sv.expr, merge(v.fn, sv.fn)  # type: ignore[assignment]
-    expr = an.exprs.make("index_put", (v.expr, rows), (k, idx), v.expr.shape)
+    op = "index_put_strict" if node.target is aten.index_copy.default else "index_put"
+    expr = an.exprs.make(op, (v.expr, rows), (k, idx), v.expr.shape)
     return type(v)(v.dims, expr, fn)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from typing import Any
 
 import torch
 
 
 def describe(device: str) -> dict[str, Any]:
-    """What a reader needs to place the timings. ``load``: runnable processes before the run."""
+    """What a reader needs to place the timings. ``busy_cores``: used by others before the run."""
     import rtc
 
     out: dict[str, Any] = {
@@ -19,7 +20,7 @@ def describe(device: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load": round(os.getloadavg()[0], 2),
+        "busy_cores": round(busy_cores(), 2),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -29,6 +30,22 @@ def describe(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         out["gpu"] = torch.cuda.get_device_name(device)
     return out
+
+
+def busy_cores(seconds: float = 1.0) -> float:
+    """Cores that other processes keep busy, over a moment in which this one sleeps."""
+
+    def used() -> float:
+        try:
+            with open("/proc/stat", encoding="utf-8") as f:
+                user, nice, system, _idle, _iowait, *rest = map(int, f.readline().split()[1:9])
+        except (OSError, ValueError):
+            return 0.0
+        return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+    before, start = used(), time.perf_counter()
+    time.sleep(seconds)
+    return (used() - before) / (time.perf_counter() - start)
 
 
 def _cpu_name() -> str:

@@ -27,7 +27,9 @@ def without(options: Options, off: Iterable[str]) -> Options:
 
 @dataclass(frozen=True)
 class Settings:
-    """``chunks``: steps to stream. ``quick``: neither passes switched off nor warm compiles.
+    """``chunks``: steps to stream. ``threads``: None for as many as there are free cores.
+
+    ``quick``: neither passes switched off nor warm compiles.
 
     Raises OptionsError (a ValueError) for what this machine cannot run.
     """
@@ -37,6 +39,7 @@ class Settings:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
+    threads: int | None = None
     quick: bool = False
     options: Options = field(default_factory=Options)
 
@@ -45,6 +48,8 @@ class Settings:
             raise OptionsError(f"unknown preset {self.preset!r}: one of {', '.join(PRESETS)}")
         if self.chunks < 4:
             raise OptionsError(f"--chunks {self.chunks}: at least 4, the first two are not timed")
+        if self.threads is not None and self.threads < 1:
+            raise OptionsError(f"--threads {self.threads}: at least 1")
         try:
             kind = torch.device(self.device).type
         except RuntimeError:

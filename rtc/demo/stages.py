@@ -17,6 +17,7 @@ from rtc.demo import machine, sides, stats, warm
 from rtc.demo.check import Check
 from rtc.demo.ladder import CHUNKS as LADDER_CHUNKS
 from rtc.demo.ladder import Ladder
+from rtc.demo.result import collect
 from rtc.demo.settings import Settings
 from rtc.demo.sides import Side
 from rtc.model import build, example_inputs
@@ -24,7 +25,6 @@ from rtc.show.progress import Progress, Stage
 from rtc.testing import check_compile
 
 EXACT_STEPS = 60
-WIDE = 1.3  # quarter to three quarters of the step times; an idle machine stays below 1.1
 
 
 def run(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Demo:
         self.folder = ""
 
     def run(self) -> dict[str, Any]:
-        started, interrupted = time.time(), None
+        started, interrupted, threads = time.time(), None, torch.get_num_threads()
         self.folder = tempfile.mkdtemp(prefix="rtc-demo-")
         # once more at exit: after an interrupt, a compile worker may write there a little longer
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
@@ -66,16 +66,12 @@ class Demo:
             for side in self.sides:
                 side.close()
             shutil.rmtree(self.folder, ignore_errors=True)
-        return self._result(started, interrupted)
+            torch.set_num_threads(threads)
+        return collect(self, started, interrupted)
 
     def _all(self) -> None:
         self.machine = machine.describe(self.settings.device)
-        if self.machine["load"] > 0.5:
-            self._note(
-                f"load average {self.machine['load']}: other processes ran on this machine's "
-                f"{self.machine['cores']} cores, so the timings are noisy (with OMP_NUM_THREADS=1 "
-                "less so: threads that wait for each other suffer most)"
-            )
+        self._choose_threads()
         self._choose_lowering()
         self._exactness()
         self._compile()
@@ -90,16 +86,33 @@ class Demo:
         with self.progress.stage(name, total) as stage:
             yield stage
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
             self.progress.note(text)
 
     # -- stages --------------------------------------------------------------------------------
 
+    def _choose_threads(self) -> None:
+        """As many as there are free cores: one thread that has to share its core makes all wait.
+
+        On two cores under load, two threads took about ten times as long as one.
+        """
+        cores, busy = self.machine["cores"], self.machine["busy_cores"]
+        have = torch.get_num_threads()
+        threads = self.settings.threads or max(1, min(have, round(cores - busy)))
+        torch.set_num_threads(threads)
+        self.machine["threads"] = threads
+        if busy > 0.2:
+            fewer = f", and {threads} instead of {have} threads are used" if threads < have else ""
+            self.note(
+                f"other processes keep {busy:.1f} of this machine's {cores} cores busy: the "
+                f"timings are noisy{fewer}"
+            )
+
     def _choose_lowering(self) -> None:
         if self.options.lowering == "eager":
-            self._note("lowering eager: numerics are checked; the timings say nothing about speed")
+            self.note("lowering eager: numerics are checked; the timings say nothing about speed")
             return
         with self._stage("trying the compiler"), sides.code_cache(f"{self.folder}/try"):
             problem = machine.lowering_problem(self.settings.device)
@@ -109,7 +122,7 @@ class Demo:
             self.options = replace(self.options, inductor=given)
             return
         self.options = replace(self.options, lowering="eager")
-        self._note(
+        self.note(
             f"{problem}. Going on with lowering eager: numerics are checked, torch.compile is "
             "left out, and the timings say nothing about speed"
         )
@@ -151,7 +164,7 @@ class Demo:
                 trees[side.key] = self._first(side, name)
                 self.sides.append(side)
             except Exception as e:  # stock torch.compile is not what is checked here
-                self._note(f"torch.compile failed and is left out: {type(e).__name__}: {_line(e)}")
+                self.note(f"torch.compile failed and is left out: {type(e).__name__}: {_line(e)}")
         with self._stage("compiling with rtc") as stage:
             side = sides.rtc_side(s, self.options, "rtc", "rtc", on_phase=stage.say)
             self.sides.append(side)
@@ -184,7 +197,7 @@ class Demo:
                     break
                 stage.advance(self._so_far())
         if sides.graphs_compiled() > graphs:
-            self._note(f"{sides.graphs_compiled() - graphs} graphs were compiled again on the way")
+            self.note(f"{sides.graphs_compiled() - graphs} graphs were compiled again on the way")
         if self.check.failure is None:
             with self._stage("comparing all caches"):
                 caches = {x.key: x.caches() for x in self.sides}
@@ -219,7 +232,7 @@ class Demo:
 
     def _ladder(self) -> None:
         assert self.report is not None
-        ladder = Ladder(self.settings, self.options, self.folder, self._stage, self._note)
+        ladder = Ladder(self.settings, self.options, self.folder, self._stage, self.note)
         full = next(x for x in self.sides if x.key == "rtc")
         ladder.compile(self.report)
         try:
@@ -234,61 +247,15 @@ class Demo:
             with self._stage(f"compiling with {side.label} in a new process, code cache filled"):
                 try:
                     seconds = warm.measure(
-                        replace(self.settings, options=self.options), side.key, self.inductor,
+                        replace(
+                            self.settings, options=self.options, threads=self.machine["threads"]
+                        ),
+                        side.key, self.inductor,
                         f"{self.folder}/{side.key}",
                     )  # fmt: skip
                     self.compile[side.key]["warm_s"] = seconds
                 except RuntimeError as e:
-                    self._note(f"no warm compile time of {side.label}: {e}")
-
-    # -- the result ----------------------------------------------------------------------------
-
-    def _result(self, started: float, interrupted: str | None) -> dict[str, Any]:
-        s = self.settings
-        by_key = {x.key: x for x in self.sides}
-        variants = []
-        for side in self.sides:
-            ms = [round(1e3 * x, 4) for x in side.seconds]
-            row = {"key": side.key, "label": side.label, **stats.steps(side.seconds, s.resets)}
-            variants.append({**row, **self.compile.get(side.key, {}), "step_ms": ms})
-        speedup = {}
-        if "rtc" in by_key and self.options.lowering != "eager":
-            for key in ("stock", "eager"):
-                if key in by_key:
-                    speedup[key] = stats.paired_ratio(by_key[key].seconds, by_key["rtc"].seconds)
-            rtc_row = next(v for v in variants if v["key"] == "rtc")
-            if rtc_row.get("p75_ms", 0.0) > WIDE * rtc_row.get("p25_ms", 1.0):
-                self._note(
-                    "the step times spread widely: something else ran on this machine. Ratios are "
-                    "taken chunk by chunk, so they hold better than the times; run again when idle"
-                )
-        done = max((len(x.seconds) for x in self.sides), default=0)
-        return {
-            "ok": not self.failures and interrupted is None,
-            "interrupted": interrupted,
-            "failures": self.failures,
-            "notes": self.notes,
-            "started": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(started)),
-            "seconds": round(time.time() - started, 1),
-            "settings": {
-                **s.to_dict(),
-                "options": self.options.to_dict(),
-                "inductor": self.inductor,
-            },
-            "machine": self.machine,
-            "chunks": {
-                "planned": s.chunks,
-                "done": done,
-                "skipped": stats.SKIP,
-                "resets": s.resets,
-            },
-            "exactness": self.exactness,
-            "comparison": self.check.to_dict(),
-            "variants": variants,
-            "speedup": speedup,
-            "switches": self.ladder,
-            "report": self.report,
-        }
+                    self.note(f"no warm compile time of {side.label}: {e}")
 
 
 def _line(e: BaseException) -> str:

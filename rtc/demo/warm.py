@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import Any
 
+import torch
+
 from rtc.demo import sides
 from rtc.demo.settings import Settings
 from rtc.options import Options
@@ -20,7 +22,9 @@ from rtc.options import Options
 
 def measure(settings: Settings, kind: str, inductor: dict[str, Any], folder: str) -> float:
     """Seconds of the first call. RuntimeError with the last line of a process that failed."""
-    values = {k: getattr(settings, k) for k in ("preset", "chunks", "dtype", "device", "seed")}
+    values = {
+        k: getattr(settings, k) for k in ("preset", "chunks", "dtype", "device", "seed", "threads")
+    }
     job = {
         "kind": kind,
         "settings": values,
@@ -41,6 +45,8 @@ def measure(settings: Settings, kind: str, inductor: dict[str, Any], folder: str
 
 def main(job: dict[str, Any]) -> float:
     settings = Settings(**job["settings"], options=Options(**job["options"]))
+    if settings.threads:  # Inductor's code depends on it
+        torch.set_num_threads(settings.threads)
     if job["kind"] == "stock":
         side = sides.stock_side(settings, job["inductor"])
     else:

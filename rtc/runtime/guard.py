@@ -1,17 +1,18 @@
 """A cache in ring order must not be read as if it were in order, nor written unseen.
 
-While rtc owns a cache, its tensor object is a ``RingCache``: whatever touches it first puts the slots
-back into the program's order, then runs as usual. Between calls the user sees current values,
+While rtc owns a cache, its tensor object is a ``RingCache``: whatever touches it first puts the
+slots back into the program's order, then runs as usual. Between calls the user sees current values,
 whatever they do with the tensor. Two nets catch the touch:
 
 * ``__torch_function__`` sees what Python code calls, before it runs;
-* ``__torch_dispatch__`` sees what gets past that (``torch.tensor(t)``, ``torch.jit``, ``torch.func``,
-  C++ extensions): the object's TensorImpl is swapped for one with the Python dispatch key, on the
+* ``__torch_dispatch__`` sees what gets past that (``torch.tensor(t)``, ``torch.jit``, C++
+  extensions): the object's TensorImpl is swapped for one with the Python dispatch key, on the
   same storage and version counter, and swapped back when the guard is lifted. Where the swap is not
   possible (something in C++ holds the tensor), the first net stands alone.
 
-What no net catches is memory that was handed out (DLPack, ``data_ptr``): from then on the cache is
-kept in order.
+Memory that was handed out (DLPack, NumPy, ``data_ptr``) passes by both: from then on the cache
+is kept in order and its views are made anew. Not seen is ``torch.utils.dlpack.to_dlpack(cache)``,
+which asks nobody: call ``compiled.materialize()`` first. ``torch.func.grad`` refuses the tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _GETTERS: Any = torch.Tensor  # the class's own attributes, as __torch_function_
 _EXPORTS = {
     torch.Tensor.data_ptr,
     torch.Tensor.__dlpack__,
+    torch.Tensor.__dlpack_device__,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
     torch.Tensor.untyped_storage,
@@ -91,7 +93,9 @@ class RingCache(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch_below(func, args, kwargs or {})
 
 
@@ -114,7 +118,9 @@ class RingParameter(torch.nn.Parameter):
         return _dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch_below(func, args, kwargs or {})
 
 
@@ -124,7 +130,8 @@ _PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
 
 def alone(t: torch.Tensor) -> bool:
     """Whether nobody else (view, detached alias, NumPy array, DLPack capsule) holds the memory."""
-    if t._base is not None or t._use_count() > 1:
+    held: Any = t
+    if t._base is not None or held._use_count() > 1:
         return False
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
@@ -145,6 +152,10 @@ def possible(t: torch.Tensor) -> bool:
     return type(t) in _GUARDED and alone(t)
 
 
+def guarded(t: torch.Tensor) -> bool:
+    return type(t) in _PLAIN
+
+
 # id of a guarded tensor -> the tensor object that holds its own TensorImpl meanwhile
 _PARKED: dict[int, torch.Tensor] = {}
 
@@ -156,7 +167,7 @@ def put(t: torch.Tensor) -> None:
         return
     ring = _GUARDED[plain]
     try:
-        other = torch.Tensor._make_subclass(ring, t)
+        other: Any = torch.Tensor._make_subclass(ring, t)
         torch._C._swap_tensor_impl(t, other)
         other.__class__ = plain
         _PARKED[id(t)] = other
@@ -190,5 +201,5 @@ def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False)
     for state in owners(t):
         for other in state.tensors():
             lift(other)
-        state.materialize()
+        state.materialize(between=True)
         state.touched_outside(exported, uncounted)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._dynamo.callback
 
 from rtc.runtime import guard
 from rtc.runtime.state import CohortState
@@ -32,7 +33,8 @@ def take(st: CohortState, tensors: Iterable[torch.Tensor]) -> None:
     for t in tensors:
         OWNERS.setdefault(id(t), []).append(st)
         if id(t) not in _FINALIZERS:
-            _FINALIZERS[id(t)] = weakref.finalize(t, _forget, id(t))
+            final = _FINALIZERS[id(t)] = weakref.finalize(t, _forget, id(t))
+            final.atexit = False
 
 
 def release(st: CohortState) -> None:
@@ -68,6 +70,23 @@ def _forget(ident: int) -> None:
 def states() -> list[CohortState]:
     """All states, each once."""
     return list({id(st): st for sts in OWNERS.values() for st in sts}.values())
+
+
+def yield_to_dynamo(*args: Any) -> None:
+    """Another function is being compiled: it gets plain tensors, in order.
+
+    Dynamo does not trace through a guard. A later call of that function finds the type changed and
+    asks again; what it computes is right either way.
+    """
+    for st in states():
+        if any(guard.guarded(t) for t in st.tensors()):
+            for t in st.tensors():
+                guard.lift(t)
+            st.materialize(between=True)
+            st.touched_outside(False, True)
+
+
+torch._dynamo.callback.callback_handler.register_start_callback(yield_to_dynamo)
 
 
 def lift_all() -> None:

@@ -84,7 +84,7 @@ class Session:
             if owns(st):
                 for t in st.tensors():
                     guard.lift(t)
-                st.materialize()
+                st.materialize(between=True)
         guard_all(self.note)
 
     def invalidate(self) -> None:
@@ -181,6 +181,11 @@ class GraphRuntime:
         args.clear()
         try:
             return self._call(args_in)
+        except BaseException:
+            # AOT's wrapper counted the versions up before: nobody else wrote
+            seen = {id(st): st for a in args_in for st in owners(a)}
+            self.session.touched += [st for st in seen.values() if st not in self.session.touched]
+            raise
         finally:
             self.const.args = ()  # a freed cache must not be kept alive
 

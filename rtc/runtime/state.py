@@ -168,10 +168,15 @@ class CohortState:
         with torch.no_grad():
             return cache.view(shape)
 
-    def materialize(self) -> None:
-        """Put the caches into the program's own order; views stay valid."""
+    def materialize(self, *, between: bool = False) -> None:
+        """Put the caches into the program's own order; views stay valid.
+
+        ``between``: it is done between calls, when nobody but the user can have written them.
+        """
         if self.in_order:
             return
+        if between:
+            self._check_untouched()
         src = self.place.find(self.cids)
         for h, dims in zip(self.handles, self.dims, strict=True):
             user = h.owner()
@@ -204,6 +209,18 @@ class CohortState:
             c.invalidate()
         self.scales = None
         self.counters.imports += 1
+
+    def _check_untouched(self) -> None:
+        """Raise StateError if a cache in ring order was written past the guard."""
+        for h, version in zip(self.handles, self.versions, strict=True):
+            t = h.owner()
+            if t is None or t.is_inference() or version is None or t._version == version:
+                continue
+            raise StateError(
+                f"a cache of shape {tuple(t.shape)} was written, or given other memory, behind "
+                "rtc's back while it lay in ring order. Write through the tensor that the model "
+                "holds, or call compiled.materialize() first."
+            )
 
     def check_versions(self) -> None:
         """Notice writes from outside since the last call."""
@@ -320,6 +337,8 @@ class CohortRuntime:
                 came = where
                 stale = new & ~fresh
             else:
+                if len(np.unique(cids)) != len(cids):
+                    raise Fallback("one slot is read twice in a call")
                 came = views.order(cids)
                 where = np.arange(len(cids))
                 stale = (came < 0) & ~fresh
@@ -351,9 +370,7 @@ class CohortRuntime:
                     pick = torch.from_numpy(np.nonzero(bad)[0])
                     picked = self._framed(c, klass, [r[pick] for r in rows])
                     frame = None if self._in_rows(klass) else c.frame
-                    out.refresh.append(
-                        Refresh(klass, cids[bad], came[bad], picked, readers, frame)
-                    )
+                    out.refresh.append(Refresh(klass, cids[bad], came[bad], picked, readers, frame))
                 first = fresh & ~held
                 for k, _ in event.present:
                     if k not in written[klass]:
@@ -603,9 +620,7 @@ def refresh(
     first = views[0][1]
     dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
     at, idx = (torch.from_numpy(x).to(dev) for x in (r.at, src))
-    picked = [
-        st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views
-    ]
+    picked = [st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views]
     n, count = len(src), len(views)
     raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
     raw = raw.reshape(with_slots(shape, dims, n * count))

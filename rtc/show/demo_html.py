@@ -41,7 +41,7 @@ def _head(result: dict[str, Any]) -> str:
         f"{cfg['passes']} denoising passes = {calls} attention calls a step, each over its own "
         f"cache of {slots:,} slots. {chunks['done']} of {chunks['planned']} chunks streamed.</p>"
         f'<p class="dim">{cell(m.get("gpu") or m.get("cpu", ""))}, {m.get("threads", "?")} '
-        f"threads, torch {cell(m.get('torch', ''))}, rtc {cell(m.get('rtc', ''))}, "
+        f"thread(s), torch {cell(m.get('torch', ''))}, rtc {cell(m.get('rtc', ''))}, "
         f"{cell(result['started'])}.</p>"
     )
 
@@ -209,8 +209,8 @@ def _setting(result: dict[str, Any]) -> str:
     m = {**result["machine"]}
     if "memory_bytes" in m:
         m["memory"] = bytes_text(m.pop("memory_bytes"))
-    if "load" in m:
-        m["load average before the run"] = m.pop("load")
+    if "busy_cores" in m:
+        m["cores used by others before the run"] = m.pop("busy_cores")
     s = result["settings"]
     rest = {k: v for k, v in s.items() if not isinstance(v, Mapping)}
     runtime = (result["report"] or {}).get("runtime", {})

@@ -28,8 +28,8 @@ p { margin:6px 0 } .dim,small { color:var(--dim) } code,.mono { font:13px/1.45 u
 .tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(175px,1fr)); gap:12px;
   margin:18px 0 }
 .tile { background:var(--card); border-radius:8px; padding:12px 14px }
-.tile b { display:block; font-size:21px; line-height:1.4; white-space:nowrap } .tile span { color:var(--dim);
-  font-size:13px }
+.tile b { display:block; font-size:21px; line-height:1.4; white-space:nowrap }
+.tile span { color:var(--dim); font-size:13px }
 .box { border-left:4px solid var(--warn); background:var(--card); padding:8px 14px; margin:12px 0;
   border-radius:0 6px 6px 0 } .box.bad { border-color:var(--bad) } .box pre { margin:0;
   white-space:pre-wrap; font-size:13px }

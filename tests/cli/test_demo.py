@@ -22,6 +22,12 @@ from rtc.testing import check_compile
 ARGV = ["demo", "--json", "--preset", "tiny", "--chunks", "14", "--lowering", "eager"]
 
 
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch) -> None:
+    """Looking takes a second."""
+    monkeypatch.setattr(machine, "busy_cores", lambda: 0.0)
+
+
 @pytest.fixture
 def few_steps(monkeypatch) -> None:
     monkeypatch.setattr(stages, "EXACT_STEPS", 8)
@@ -188,6 +194,18 @@ def test_without_a_compiler_it_goes_on_with_lowering_eager(
         assert "Install g++" in text
 
 
+def test_a_busy_machine_gets_fewer_threads_and_a_note(
+    tmp_path, capsys, no_rtc, monkeypatch
+) -> None:
+    monkeypatch.setattr(machine, "busy_cores", lambda: 1e9)
+    before = torch.get_num_threads()
+    code, result, _, _ = _demo(tmp_path, capsys)
+    assert code == 0
+    assert result["machine"]["threads"] == 1
+    assert "the timings are noisy" in result["notes"][0]
+    assert torch.get_num_threads() == before
+
+
 def test_the_ladder_switches_passes_on_one_by_one(no_rtc, monkeypatch) -> None:
     asked = []
     fake = sides.rtc_side
@@ -200,7 +218,7 @@ def test_the_ladder_switches_passes_on_one_by_one(no_rtc, monkeypatch) -> None:
     settings = demo.Settings(preset="tiny", chunks=8, options=Options(lowering="eager"))
     d = stages.Demo(settings, Progress())
     d.folder = "unused"
-    made = ladder.Ladder(settings, settings.options, d.folder, d._stage, d._note)
+    made = ladder.Ladder(settings, settings.options, d.folder, d._stage, d.note)
     applied = [{"name": n, "applied": 1} for n in ("hoist_rope", "ring_cache")]
     made.compile({"graphs": [{"passes": applied}]})
     off = {"hoist_rope": False, "ring_cache": False}

@@ -99,7 +99,7 @@ class Writer:
                 f"{{t}}.index_select({{ax}}, torch.tensor({list(range(0, total, 2))}))",
                 len(range(0, total, 2)),
             ),
-            "twice": (f"torch.cat([{{t}}, {{t}}.narrow({{ax}}, 0, 1)], {{ax}})", total + 1),
+            "twice": ("torch.cat([{t}, {t}.narrow({ax}, 0, 1)], {ax})", total + 1),
         }
         return options[s.read]
 
@@ -141,7 +141,7 @@ class Writer:
             lines.append(f"pos = torch.cat([torch.arange({sink}) + ({own}), pos[{sink}:]])")
         if s.rope == "axes":
             lines += [
-                f"f = self.freq.shape[0] // 2",
+                "f = self.freq.shape[0] // 2",
                 f"frame, token = (pos // {n}).double(), (pos % {n}).double()",
                 "ang = torch.cat([frame[:, None] * self.freq[:f], token[:, None] * self.freq[f:]], -1)",
             ]
@@ -393,7 +393,7 @@ class Writer:
             out.append("q = rope(q, ang[-n:])")
         out += self.attend("y", "q", "keys", "values")
         if s.second == "other_rope":
-            out += [f"turn = ang * 0.5 + 0.1", *self.op("other", "rope", "turn")]
+            out += ["turn = ang * 0.5 + 0.1", *self.op("other", "rope", "turn")]
             out += [*self.attend("z", "q", "other", "values"), "y = y + z"]
         elif s.second == "other_value":
             out += [*self.attend("z", "q", "keys", "raw * 0.5"), "y = y + z"]

@@ -39,7 +39,9 @@ def test_is_registered():
     assert "rtc" in list_backends()
 
 
-@pytest.mark.parametrize("options", [{}, {"ring_cache": False}, {"hoist_rope": False, "ring_cache": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ring_cache": False}, {"hoist_rope": False, "ring_cache": False}]
+)
 def test_caches_are_current_after_every_call(options):
     eager, model, compiled = models(**options)
     for step in range(16):

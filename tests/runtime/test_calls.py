@@ -8,8 +8,21 @@ import torch.nn.functional as F
 
 import rtc
 
-from .models import EAGER, Attention, Given, Window, chain, close, graphs, pair, rope, runtime
-from .models import same_caches, x, zeros
+from .models import (
+    EAGER,
+    Attention,
+    Given,
+    Window,
+    chain,
+    close,
+    graphs,
+    pair,
+    rope,
+    runtime,
+    same_caches,
+    x,
+    zeros,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +36,12 @@ def _no_grad():
 
 @pytest.mark.parametrize(
     "steps",
-    [range(30), [0, 1, 5, 5, 5, 4, 3, 900, 901, 2, 2, 0, 7, 1 << 30], [3] * 10, [1, 0, 1, 2, -1, -4, 0]],
+    [
+        range(30),
+        [0, 1, 5, 5, 5, 4, 3, 900, 901, 2, 2, 0, 7, 1 << 30],
+        [3] * 10,
+        [1, 0, 1, 2, -1, -4, 0],
+    ],
     ids=["up", "jumps", "same", "negative"],
 )
 def test_an_int_never_recompiles(steps):
@@ -40,7 +58,14 @@ def test_ints_by_keyword_and_a_default():
             return self.attend(x, self.k, self.v, step + shift)
 
     eager, model, compiled = pair(Model)
-    for kwargs in [{}, {"step": 1}, {"shift": 3, "step": 2}, {"step": 4}, {"step": 9, "shift": 1}, {}]:
+    for kwargs in [
+        {},
+        {"step": 1},
+        {"shift": 3, "step": 2},
+        {"step": 4},
+        {"step": 9, "shift": 1},
+        {},
+    ]:
         close(eager(x(0), **kwargs), compiled(x(0), **kwargs))
     for step in range(10):
         close(eager(x(step), step=step), compiled(x(step), step=step))
@@ -145,9 +170,7 @@ def test_a_flag_chooses_between_two_graphs_on_one_state():
 
     eager, model, compiled = pair(Model)
     for call in range(24):
-        close(
-            eager(x(call), call // 4, call % 4 == 0), compiled(x(call), call // 4, call % 4 == 0)
-        )
+        close(eager(x(call), call // 4, call % 4 == 0), compiled(x(call), call // 4, call % 4 == 0))
     assert graphs(compiled) == 2
     assert runtime(compiled)["materializations"] == 0
     same_caches(eager, model)

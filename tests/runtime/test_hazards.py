@@ -208,7 +208,9 @@ MODELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [EAGER, rtc.Options(lowering="eager", ring_cache=False)], ids=["ring", "order"])
+@pytest.mark.parametrize(
+    "options", [EAGER, rtc.Options(lowering="eager", ring_cache=False)], ids=["ring", "order"]
+)
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
 def test_outputs_and_caches(model, options):
     eager, twin, compiled = pair(model, options)
@@ -244,7 +246,9 @@ def test_with_generated_code():
         kept.append((eager(x(step), step), compiled(x(step), step)))
         if step in (7, 15):
             for (name, a), (_, b) in zip(eager.named_buffers(), twin.named_buffers(), strict=True):
-                torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    b, a, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+                )
     for a, b in kept:  # of every call, after the last
         close(a, b, 1e-10)
 

@@ -30,7 +30,9 @@ class Counting(Window):
 def test_explain_changes_nothing():
     torch.manual_seed(0)
     model = Counting()
-    before = {n: (id(t), t._version, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+    before = {
+        n: (id(t), t._version, t.clone()) for n, t in model.state_dict(keep_vars=True).items()
+    }
     rng, numpy_rng = torch.get_rng_state(), np.random.get_state()[1].copy()
     report = rtc.explain(model, x(0), 0, options=EAGER)
     assert report.counts()["ring_cache"] == 2
@@ -94,7 +96,9 @@ def test_asking_for_reports_changes_nothing():
 
 
 def test_the_report_names_the_caches_and_the_lines():
-    eager, _, compiled = pair(options=rtc.Options(lowering="eager", hoist_rope=False, ring_cache=False))
+    eager, _, compiled = pair(
+        options=rtc.Options(lowering="eager", hoist_rope=False, ring_cache=False)
+    )
     chain(eager, compiled, range(3))
     data = compiled.report().to_dict()
     assert [p["applied"] for p in data["graphs"][0]["passes"]] == [0, 0, 0]

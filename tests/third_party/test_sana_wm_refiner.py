@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rtc
-from rtc.testing import assert_pass_counts, assert_refused
+from rtc.testing import assert_pass_counts
 
 pytest.importorskip("diffusers.models.transformers.transformer_sana_wm_refiner")
 from diffusers.models.transformers.transformer_sana_wm_refiner import (
@@ -145,6 +145,5 @@ def test_what_is_decided_for_a_full_window() -> None:
         given = refiner.arguments(x, range(start, start + BLOCK), "inject", 1.0)
         report = rtc.explain(model, options=rtc.Options(lowering="eager"), **given)
     assert_pass_counts(report, {"hoist_rope": 0, "ring_cache": 2 * LAYERS})
-    assert_refused(report, "ring_cache", r"sink_v.*read in one piece.*history_v")
     names = {c["name"].rpartition(".")[2] for c in report.to_dict()["graphs"][0]["caches"]}
     assert names == {"history_k", "history_v"}
