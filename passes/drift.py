@@ -50,9 +50,9 @@ def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
     ``eps``: precision of the tables. None where no candidate is a pure rotation.
     """
     tol = 8 * eps  # rounding of two tables; more would be a silent error
-    live = np.abs(old) > 1e-6
+    live = old != 0  # a turn of nothing is nothing
     ratio = np.where(live, new / np.where(live, old, 1.0), 1.0)
-    pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (np.abs(new) <= 1e-6)).all(1)
+    pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (new == 0)).all(1)
     best: Turn | None = None
     # first, last, middle and quarter points: a turn shared by most slots shows at one of them
     for i in dict.fromkeys(int(q * (len(old) - 1)) for q in (0.5, 0.75, 0.25, 1.0, 0.0)):

@@ -13,7 +13,9 @@ import logging
 import math
 import os
 import platform
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -238,7 +240,7 @@ def _demo(args: argparse.Namespace) -> int:
         seed=args.seed, threads=args.threads, quick=args.quick, options=options_of(args),
     )  # fmt: skip
     _writable(args.out)
-    with _quiet_stdout():
+    with _quiet_stdout(), _terminate_as_interrupt():
         result = demo.run(settings)
     args.out.write_text(demo_html.demo_page(result), encoding="utf-8")
     if args.json:
@@ -267,6 +269,19 @@ def _quiet_stdout() -> Iterator[None]:
     """The model's own prints go to stderr: stdout holds the result alone."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """`kill` and `timeout` end a run as Ctrl-C does: what was measured is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _writable(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Run one spec: eager and compiled side by side, with a user who meddles between calls."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import linecache
@@ -8,6 +9,7 @@ import logging
 import random
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -79,12 +81,13 @@ class Side:
             g = torch.Generator().manual_seed(spec.seed)
             normal = spec.start == "normal"
             for _ in range(2):
+                dtype = getattr(torch, spec.dtype)
                 made = {
-                    n: torch.randn(s, generator=g, dtype=torch.float64) * normal
+                    n: (torch.randn(s, generator=g, dtype=torch.float64) * normal).to(dtype)
                     for n, s in caches(spec).items()
                 }
                 if spec.home == "list":
-                    pairs = [{} for _ in range(spec.layers)]
+                    pairs: list[dict[str, Tensor]] = [{} for _ in range(spec.layers)]
                     for n, t in made.items():
                         pairs[int(n[1:])][n[0]] = t
                     self.sets.append(pairs)
@@ -131,7 +134,14 @@ class Pair:
     """Eager and compiled; every action is done to both."""
 
     def __init__(self, spec: Spec, options: rtc.Options) -> None:
-        self.spec, self.options = spec, options
+        self.spec = spec
+        switches = {
+            "": {},
+            "no_ring": {"ring_cache": False},
+            "write_back": {"write_back": True},
+            "nothing": {"ring_cache": False, "hoist_rope": False, "hoist_quantize": False},
+        }
+        self.options = dataclasses.replace(options, **switches[spec.options])
         torch.manual_seed(spec.seed)
         try:
             model = build(spec)()
@@ -188,7 +198,8 @@ class Pair:
     def compare(self, what: str, a: Tensor, b: Tensor) -> None:
         if a.shape != b.shape or a.dtype != b.dtype:
             raise Wrong(f"{what}: {b.dtype}{tuple(b.shape)} instead of {a.dtype}{tuple(a.shape)}")
-        error = float((a - b.detach()).abs().max() / (1 + a.abs().max()))
+        a, b = a.double(), b.detach().double()
+        error = float((a - b).abs().max() / (1 + a.abs().max()))
         self.worst = max(self.worst, error)
         if not error <= TOLERANCE:
             raise Wrong(f"{what} is off by {error:.2e}")
@@ -250,7 +261,7 @@ class Pair:
             g = torch.Generator().manual_seed(t)
             value = torch.randn(shape, generator=g, dtype=torch.float64)
             for side in self.sides:
-                side.set(name, value.clone())
+                side.set(name, value.to(side.get(name).dtype))
 
     def do_load(self, t: int, step: int) -> None:
         """Go back to an earlier state_dict, or remember this one."""
@@ -337,6 +348,38 @@ class Pair:
             c.close()
         self.look()
         self.open()
+
+    def do_data(self, t: int, step: int) -> None:
+        """Written past the version counter."""
+        name = self.one()
+        for side in self.sides:
+            side.get(name).data.mul_(0.5)
+
+    def do_numpy(self, t: int, step: int) -> None:
+        name = self.one()
+        if self.spec.dtype != "bfloat16":
+            for side in self.sides:
+                side.get(name).detach().numpy()[...] *= 0.5
+
+    def do_held_write(self, t: int, step: int) -> None:
+        for side in self.sides:
+            for view in side.held:
+                view.mul_(0.5)
+
+    def do_odd_read(self, t: int, step: int) -> None:
+        """Reads that ask no torch function."""
+        name = self.one()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.compare(f"cache {name}", *(torch.tensor(side.get(name)) for side in self.sides))
+
+    def do_copy_compiled(self, t: int, step: int) -> None:
+        """The compiled model itself is copied, with the caches of the caller."""
+        for side in self.sides:
+            side.model, side.run, side.sets = copy.deepcopy((side.model, side.run, side.sets))
+            side.held = []
+        self.compiled = [self.other.run]
+        self.made += self.compiled
 
     def do_report(self, t: int, step: int) -> None:
         json.dumps(self.other.run.report().to_dict())

@@ -55,7 +55,6 @@ class Writer:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         s = spec
-        self.frames = s.layout == "BFTHD"
         self.n = "n" if s.write in (("shift", "cat"), ("shift", "clone")) else str(s.new)
         grows = {"cat": 0, "cat_all": s.new}.get(s.stage, 0)
         self.held = s.slots + grows  # slots of what is read, before the read cuts
@@ -72,6 +71,8 @@ class Writer:
     def to_work(self, which: str, t: str) -> str:
         """From the cache's layout to that of the work on it."""
         back = LAYOUTS[self.layout(which)][2].format(t).replace("H, D", f"{self.spec.heads}, -1")
+        if self.spec.dtype != "float64":
+            back = f"{back}.double()"
         return back if self.spec.work == "BSHD" else f"{back}.transpose(1, 2)"
 
     def _read(self) -> tuple[str, int]:
@@ -196,6 +197,7 @@ class Writer:
             "amax_all": f"{t} / ({t}.abs().amax() + 0.1)",
             "cumsum_d": f"{t}.cumsum(-1) * 0.5",
             "tiny": f"{t} * {along(f'(torch.arange({r}).double() + 2) * 1e-17')} * 2e16",
+            "data": f"{t} * (1 + 0.1 * x.mean())",
             "literal": f"{t} * torch.tensor({literal}, dtype=torch.float64)",
         }[op]
         return [f"{t} = {code}"]
@@ -323,9 +325,9 @@ class Writer:
             f".split([{heads}, {s.heads}, {s.heads}], 2)",
             f"k_new, v_new = {self.to_cache('k', 'k')}, {self.to_cache('v', 'v')}",
         ]
+        if s.dtype != "float64":
+            out.append("k_new, v_new = k_new.to(ck.dtype), v_new.to(cv.dtype)")
         write_v = s.write_v or s.write
-        if self.layout("v") == "BFTHD" or self.frames:
-            pass
         out += self.extra_read()
 
         def writes(k: str, v: str) -> list[str]:
@@ -406,6 +408,12 @@ class Writer:
             out.append(f"y = y + {mean}.repeat_interleave({s.groups}, dim=1)")
         elif s.second == "old":
             out.append("y = y + z")
+        elif s.second == "query":
+            ax = 1 if s.work == "BSHD" else 2
+            own = f"keys.narrow({ax}, {self.count} - n, n)"
+            own = f"{own}.transpose(1, 2)" if s.work == "BSHD" else own
+            own = f"{own}.repeat_interleave({s.groups}, dim=1)"
+            out += [*self.attend("z", own, "keys", "values"), "y = y + z"]
         out += after
         return [*out, "return x + self.out[i](y.transpose(1, 2).flatten(2)) * 0.5"]
 
@@ -421,7 +429,7 @@ class Writer:
     def forward(self) -> list[str]:
         s = self.spec
         out = ["ang = self.angles(step, base)"]
-        for i in range(s.layers):
+        for i in range(1 if s.shared else s.layers):
             for z in "kv":
                 if s.stacked >= 0:
                     part = f"{self.handle(f'kv{i}')}.select({s.stacked}, {'kv'.index(z)})"
@@ -430,7 +438,8 @@ class Writer:
                 out.append(f"c{z}{i} = {part}")
         for p in range(s.passes):
             for i in range(s.layers):
-                out.append(f"x = self.block({i}, x, ck{i}, cv{i}, ang, step, {p == 0}, flag)")
+                c = 0 if s.shared else i
+                out.append(f"x = self.block({i}, x, ck{c}, cv{c}, ang, step, {p == 0}, flag)")
         return [*out, "return x"]
 
     def text(self) -> str:
@@ -486,7 +495,7 @@ class Writer:
 def caches(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the caches, in the order in which they are passed where they are arguments."""
     out: dict[str, tuple[int, ...]] = {}
-    for i in range(spec.layers):
+    for i in range(1 if spec.shared else spec.layers):
         for z in "kv":
             layout = spec.layout_v or spec.layout if z == "v" else spec.layout
             sizes = {

@@ -44,11 +44,13 @@ WRITES = {
     "zero": ("slice", "zero_"),
     "stay": ("nothing",),
 }
-READS = ("all", "last", "first", "sink_last", "evens", "flip", "pick", "twice")
+READS = (
+    "all", "last", "first", "sink_last", "evens", "flip", "pick", "twice", "moving", "unroll", "unroll",
+)  # fmt: skip
 KEY_OPS = (
     "rope", "rope", "rope", "rms", "ln", "normalize", "head", "slot_mul", "slot_add", "age", "step_int",
     "step_float", "f32", "bf16", "quant", "tanh", "gate", "mix", "demean", "flip_d", "amax_slot",
-    "amax_all", "cumsum_d", "tiny", "literal",
+    "amax_all", "cumsum_d", "tiny", "literal", "data",
 )  # fmt: skip
 VALUE_OPS = ("head", "slot_mul", "f32", "rms", "tanh", "rope", "step_int", "mix", "age")
 # reductions round differently for another number of rows: nothing that may flip a digit after them
@@ -90,12 +92,14 @@ MASKS = (
 )  # fmt: skip
 STAGES = ("before", "after", "cat", "cat_all", "clone")
 INTS = ("up", "up", "up", "jumps", "repeats", "back", "walk", "constant", "large")
-SECONDS = ("none", "none", "none", "other_rope", "other_value", "again", "raw", "old")
+SECONDS = ("none", "none", "none", "other_rope", "other_value", "again", "raw", "old", "query")
+OPTIONS = ("", "", "", "", "no_ring", "write_back", "nothing")
 
 ACTIONS = (
     "read", "read", "read", "peek", "zero", "part", "swap", "swap_all", "load", "materialize",
     "invalidate", "eager", "twin", "twin_plain", "deepcopy", "inference", "hold", "const", "const_swap",
-    "grad", "explain", "fail", "session", "session", "reopen", "report", "shape", "copy_row",
+    "grad", "explain", "fail", "session", "session", "reopen", "report", "shape", "copy_row", "data",
+    "numpy", "held_write", "odd_read", "copy_compiled",
 )  # fmt: skip
 
 
@@ -138,6 +142,9 @@ class Spec:
     second: str = "none"
     flag: str = "none"  # a bool argument: "first" shifts or overwrites, "const" chooses a constant
     extra_int: bool = False  # an int argument besides the step
+    shared: bool = False  # two layers on one pair of caches
+    dtype: str = "float64"  # of the caches
+    options: str = ""
     start: str = "zeros"
     ints: str = "up"
     feedback: bool = False
@@ -198,6 +205,9 @@ def draw(seed: int, steps: int = 40) -> Spec:
         second=r.choice(SECONDS),
         flag=rare(0.25, lambda: r.choice(("first", "const")), "none"),
         extra_int=r.random() < 0.2,
+        shared=r.random() < 0.1,
+        dtype=rare(0.2, lambda: r.choice(("float32", "bfloat16")), "float64"),
+        options=r.choice(OPTIONS),
         start=r.choice(("zeros", "normal")),
         ints=r.choice(INTS),
         feedback=r.random() < 0.3,
@@ -230,8 +240,7 @@ def legal(spec: Spec) -> Spec:
         change.update(layout_v="", write_v=None)
         if spec.home == "list":
             change["home"] = "dict"
-    names = [spec.layout, spec.layout_v]
-    if any(n in ("SHD", "HSD") for n in names):
+    if "SHD" in (spec.layout, spec.layout_v) or "HSD" in (spec.layout, spec.layout_v):
         change["batch"] = 1
     if spec.write[0] in ("grow_sink", "middle", "revise") and spec.frames < 4:
         change["frames"] = 4
@@ -254,6 +263,8 @@ def legal(spec: Spec) -> Spec:
         change.update(write=("shift", "cat"), write_v=None, passes=1, read="all")
         if spec.second == "old":
             change["second"] = "none"
+    if spec.shared and spec.layers == 1:
+        change["shared"] = False
     for name in ("write", "write_v"):
         w = change.get(name, getattr(spec, name))
         if w == ("ring", "where") and not (spec.new == 1 or spec.layout == "BFTHD"):
