@@ -261,7 +261,7 @@ class Pair:
             g = torch.Generator().manual_seed(t)
             value = torch.randn(shape, generator=g, dtype=torch.float64)
             for side in self.sides:
-                side.set(name, value.to(side.get(name).dtype))
+                side.set(name, value.to(side.get(name).dtype, copy=True))
 
     def do_load(self, t: int, step: int) -> None:
         """Go back to an earlier state_dict, or remember this one."""
