@@ -36,8 +36,10 @@ help:
 	@echo "make bench      run the benchmarks in bench/ and append to bench/results/"
 	@echo "make clean      remove build outputs and caches (make distclean: .venv too)"
 
+# Passive: code from Inductor may bring a second OpenMP runtime, and threads that spin while they wait
+# take the other's cores.
 demo: $(INSTALLED)
-	@$(BIN)/rtc demo
+	@OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-PASSIVE} $(BIN)/rtc demo
 
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
