@@ -429,6 +429,12 @@ def _events(plan: CachePlan, cohort: Cohort) -> None:
     )
     cohort.events = [event_of(e, vals) for e in (chain if cohort.unified else cohort.reads)]
     cohort.stored = event_of(cohort.commit, vals)
+    counts = cohort.caches[0].sources
+    for event in (*cohort.events, cohort.stored):
+        if any(m > counts[k].count for k, m in event.present):
+            refusal = Refusal("a fresh row stands in two slots at once")
+            cohort.refuse("ring_cache", refusal)
+            cohort.refuse("hoist_rope", refusal)
 
 
 def event_of(expr: SlotExpr, vals: Mapping[fx.Node, Any]) -> Event:

@@ -432,7 +432,7 @@ class Rewriter:
             val = b.operand.meta["val"]
             event = [e.expr.key for e in cohort.events].index(b.token[1])
             node = self.extra(
-                Extra("bias", i, event, operand=num, shape=tuple(val.shape), dtype=val.dtype),
+                Extra("bias", i, event, operand=num, shape=shape_of(b.operand), dtype=val.dtype),
                 val.device,
             )
             b.user.replace_input_with(b.operand, node)

@@ -101,6 +101,11 @@ class Writer:
                 len(range(0, total, 2)),
             ),
             "twice": ("torch.cat([{t}, {t}.narrow({ax}, 0, 1)], {ax})", total + 1),
+            "moving": (f"{{t}}.narrow({{ax}}, step % {total - r + 1}, {r})", r),
+            "unroll": (
+                f"{{t}}.index_select({{ax}}, (torch.arange({total}) + step * {s.new}) % {total})",
+                total,
+            ),
         }
         return options[s.read]
 
