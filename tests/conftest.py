@@ -12,6 +12,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+# Before anything imports the standard library's distutils: Inductor imports setuptools later, which
+# refuses to take distutils over once it is loaded.
+import setuptools  # noqa: F401  isort: skip
+
 import numpy as np
 import pytest
 import torch
