@@ -63,10 +63,15 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    for t in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if type(t) in _PLAIN:
-            restore(t, exported=func in _EXPORTS, uncounted=func in _UNCOUNTED)
-    return func(*args, **kwargs)
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    touched = [t for t in leaves if type(t) in _PLAIN]
+    for t in touched:
+        restore(t, exported=func in _EXPORTS, uncounted=func in _UNCOUNTED)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for t in touched:  # in order now, and still watched: the next touch may hand memory out
+            watch_again(t)
 
 
 def _dispatch_below(func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,6 +196,14 @@ def lift(t: torch.Tensor) -> None:
 def forget(ident: int) -> None:
     """A guarded tensor died: let go of its memory."""
     _PARKED.pop(ident, None)
+
+
+def watch_again(t: torch.Tensor) -> None:
+    """Guard a cache once more after a look at it, if rtc still keeps it."""
+    from rtc.runtime.owners import owners
+
+    if owners(t) and not any(st.write_back for st in owners(t)):
+        put(t)
 
 
 def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:
