@@ -147,7 +147,7 @@ def find(view: View) -> Rotation | None:
         return None
     inner = _inner(at)
     tables = at.operands()
-    if inner is None or any(
+    if inner is None or _rounds(at, inner, *_precision(view.fn)) or any(
         o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
         for o in tables
     ):
@@ -208,8 +208,7 @@ def _track(start: Fn, end: Fn, axis: int) -> int | None:
 
 def _rotated(fn: Fn) -> Fn | None:
     """The subtree right above which only casts, scales and layout follow."""
-    raw = next(f for f in walk(fn) if f.kind == "raw").dtype
-    consent = any(o.key[0] == "calibrated" for o in fn.operands())
+    raw, consent = _precision(fn)
     f = fn
     while f.kind == "op":
         if any(isinstance(a, Operand) and a.role == "table" for a in f.args):
@@ -221,6 +220,28 @@ def _rotated(fn: Fn) -> Fn | None:
             return f
         f = with_tables[0]
     return None
+
+
+def _precision(fn: Fn) -> tuple[torch.dtype, bool]:
+    """The cache's own dtype, and whether the user agreed to other numerics."""
+    raw = next(f for f in walk(fn) if f.kind == "raw").dtype
+    return raw, any(o.key[0] == "calibrated" for o in fn.operands())
+
+
+def _rounds(at: Fn, inner: Fn, raw: torch.dtype, consent: bool) -> bool:
+    """Whether a value above ``inner`` is rounded to less than the cache's own precision."""
+    if consent or not raw.is_floating_point:
+        return False
+    queue = [at]
+    while queue:
+        f = queue.pop()
+        if f.key == inner.key:
+            continue
+        wide = f.dtype.is_floating_point or f.dtype.is_complex
+        if wide and f.kind != "item" and torch.finfo(f.dtype).eps > torch.finfo(raw).eps:
+            return True
+        queue.extend(f.children)
+    return False
 
 
 def _commutes(f: Fn, raw: torch.dtype, consent: bool) -> bool:

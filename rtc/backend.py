@@ -230,7 +230,7 @@ def rtc(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     every call (``write_back``); :func:`rtc.compile` does without.
     """
     options = Options(**{**(kwargs.get("options") or {}), "write_back": True})
-    return Compiler(options, Session(write_back=True))(gm, example_inputs)
+    return Compiler(options, Session(write_back=True, watches=False))(gm, example_inputs)
 
 
 # -- graph preparation -----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _EXPORTS = {
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
 }
-# A write through the result is not counted, but the result's life shows in the storage's use count.
+# A write through the result is not counted, though nobody may hold the memory afterwards.
 _UNCOUNTED = {_GETTERS.data.__get__, _GETTERS.data.__set__}
 
 # Asking for these tells nothing about the values.
@@ -70,14 +70,16 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     finally:
-        for t in touched:  # in order now, and still watched: the next touch may hand memory out
-            watch_again(t)
+        for t in touched:
+            if not alone(t):  # a write through the result (``t.detach().numpy()``) is not counted
+                touch(t, uncounted=True)
+            watch_again(t)  # in order now, and still watched: the next touch may hand memory out
 
 
 def _dispatch_below(func: Any, args: Any, kwargs: Any) -> Any:
     for t in torch.utils._pytree.tree_leaves((args, kwargs)):
         if type(t) in _PLAIN:
-            restore(t)
+            restore(t, uncounted=True)
     args, kwargs = torch.utils._pytree.tree_map(_bare, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -202,7 +204,7 @@ def watch_again(t: torch.Tensor) -> None:
     """Guard a cache once more after a look at it, if rtc still keeps it."""
     from rtc.runtime.owners import owners
 
-    if owners(t) and not any(st.write_back for st in owners(t)):
+    if owners(t) and all(st.watched for st in owners(t)):
         put(t)
 
 
@@ -215,4 +217,12 @@ def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False)
         for other in state.tensors():
             lift(other)
         state.materialize(between=True)
+    touch(t, exported=exported, uncounted=uncounted)
+
+
+def touch(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:
+    """Note that something outside rtc had the cache in hand."""
+    from rtc.runtime.owners import owners
+
+    for state in owners(t):
         state.touched_outside(exported, uncounted)

@@ -86,7 +86,11 @@ def yield_to_dynamo(*args: Any) -> None:
             st.touched_outside(False, True)
 
 
-torch._dynamo.callback.callback_handler.register_start_callback(yield_to_dynamo)
+def _hear_of_compiles() -> None:
+    """``torch._dynamo.reset()`` forgets callbacks: register again with every call."""
+    handler = torch._dynamo.callback.callback_handler
+    if yield_to_dynamo not in handler.start_callbacks:
+        handler.register_start_callback(yield_to_dynamo)
 
 
 def lift_all() -> None:
@@ -98,10 +102,12 @@ def lift_all() -> None:
 
 def guard_all(note: Callable[[str], None]) -> None:
     """Watch all kept caches until the next call; keep in order those that cannot be watched."""
+    _hear_of_compiles()
     for st in states():
         live = st.tensors()
         if st.write_back:
             st.materialize()
+        if not st.watched:
             # nothing watches these tensors but their version counters
             st.untrusted = any(t.is_inference() or not guard.alone(t) for t in live)
         elif st.exported or not all(guard.possible(t) for t in live):

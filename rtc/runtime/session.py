@@ -26,6 +26,7 @@ from rtc.runtime.state import (
     Counters,
     Handle,
     Prepared,
+    Stamp,
     refresh,
 )
 
@@ -35,6 +36,7 @@ class Session:
     """What one compiled model keeps: its states, and what happened so far."""
 
     write_back: bool = False
+    watches: bool = True  # between calls the caches are guarded
     counters: Counters = field(default_factory=Counters)
     states: list[CohortState] = field(default_factory=list)
     touched: list[CohortState] = field(default_factory=list)
@@ -42,6 +44,7 @@ class Session:
     plain_calls: int = 0
     plain_in_a_row: int = 0
     notes: list[str] = field(default_factory=list)
+    epoch: int = 0  # how often the user said that something was written unseen
     closed: bool = False
 
     def before_call(self) -> None:
@@ -89,6 +92,7 @@ class Session:
 
     def invalidate(self) -> None:
         self.materialize()
+        self.epoch += 1
         for st in self.states:
             st.invalidate()
 
@@ -151,7 +155,7 @@ class GraphRuntime:
         self.host = HostProgram(plan.host, roots)
         self.const = ConstEval({i.node: i for i in inputs}, lambda n: getattr(gm, n))
         self.const_inputs = self._const_inputs()
-        self._cpu: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._cpu: dict[int, tuple[Stamp, torch.Tensor]] = {}
         managed = {h for c in self.cohorts for h in c.inputs}
         self.others = [
             i.index
@@ -199,10 +203,10 @@ class GraphRuntime:
             env = self._env(args_in)
             memo: dict[Any, Any] = {}
             self.const.args = args_in
-            stamp = self._stamp(args_in)
+            stamps = self._stamps(args_in)
             for c in self.cohorts:
                 st = self._state(c, args_in)
-                st.check_consts(stamp)
+                st.check_consts(stamps)
                 if c.scales and st.scales is None:
                     return self._calibrate(args_in)
                 states.append((c, st, c.prepare(st, env, memo)))
@@ -280,21 +284,17 @@ class GraphRuntime:
         consts: dict[fx.Node, torch.Tensor] = {}
         for i in self.host.const_inputs:
             t = args[i.index]
-            stamp = (id(t), None if t.is_inference() else t._version)
+            stamp = Stamp(t, self.session.epoch)
             have = self._cpu.get(i.index)
-            if have is None or have[0] != stamp:
+            if have is None or not have[0].same(stamp):
                 # one device-to-host copy when a table of the module is first seen, or has changed
                 have = self._cpu[i.index] = (stamp, t.detach().cpu().clone())
             consts[i.node] = have[1]
         return self.host.run(ints, consts)
 
-    def _stamp(self, args: list[Any]) -> Any:
-        out = []
-        for i in self.const_inputs:
-            t = args[i.index]
-            if isinstance(t, torch.Tensor):
-                out.append((id(t), None if t.is_inference() else t._version))
-        return tuple(out)
+    def _stamps(self, args: list[Any]) -> list[Stamp]:
+        tensors = (args[i.index] for i in self.const_inputs)
+        return [Stamp(t, self.session.epoch) for t in tensors if isinstance(t, torch.Tensor)]
 
     def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
         handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
@@ -311,13 +311,13 @@ class GraphRuntime:
                     return st
         for t, h in ((self._tensor(args, i), h) for h, i in zip(handles, c.inputs, strict=True)):
             for st in owners(t):
-                if h.key in st.ids or h.part is None:
+                if any(h.overlaps(other) for other in st.handles):
                     release(st)
         for i in c.inputs:
             if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():
                 raise Fallback("a cache with several slot axes is not contiguous")
         st = CohortState(key, c.cohort, handles, self.session.counters)
-        st.write_back = self.session.write_back
+        st.write_back, st.watched = self.session.write_back, self.session.watches
         st.record_versions()
         take(st, users)
         self.session.states = [s for s in self.session.states if owns(s)]

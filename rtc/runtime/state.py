@@ -40,11 +40,34 @@ class Handle:
         """The user's tensor, or None if it is gone."""
         return self.ref()
 
+    def overlaps(self, other: Handle) -> bool:
+        """Whether the two share memory, as far as tensor objects tell."""
+        if self.key[0] != other.key[0]:
+            return False
+        if self.part is None or other.part is None or self.part[0] != other.part[0]:
+            return True
+        return self.part == other.part
+
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.part is None:
             return tensor
         with torch.no_grad():
             return tensor.narrow(self.part[0], self.part[1], 1)
+
+
+class Stamp:
+    """Which tensor, and which version of it: a constant is what it was if the stamps agree.
+
+    An inference tensor has no version; ``epoch`` counts how often the user asked to forget.
+    """
+
+    def __init__(self, tensor: torch.Tensor, epoch: int) -> None:
+        self.ref = weakref.ref(tensor)  # an id may come back once its tensor is gone
+        self.rest = (None if tensor.is_inference() else tensor._version, epoch)
+
+    def same(self, other: Stamp) -> bool:
+        mine = self.ref()
+        return mine is not None and mine is other.ref() and self.rest == other.rest
 
 
 @dataclass
@@ -121,10 +144,11 @@ class CohortState:
             self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
         self.versions: list[int | None] = [None] * len(handles)
         self.write_back = False  # the caches must be in order after every call
+        self.watched = True  # guarded between calls
         self.exported = False  # its memory was handed out: it must stay in order
         self.untrusted = False  # writes cannot be seen: views are made anew in every call
         self.dirty = False  # a tensor without a version counter was touched from outside
-        self.consts: Any = None
+        self.consts: list[Stamp] | None = None
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
         with torch.inference_mode(False):
             self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
@@ -251,12 +275,13 @@ class CohortState:
 
     # -- constants -----------------------------------------------------------------------------
 
-    def check_consts(self, stamp: Any) -> None:
+    def check_consts(self, stamps: list[Stamp]) -> None:
         """Constants of the session that entered the views: if one changed, so did every view."""
-        if self.consts is not None and self.consts != stamp:
+        have = stamps if self.consts is None else self.consts
+        if len(have) != len(stamps) or not all(map(Stamp.same, have, stamps)):
             for c in self.classes.values():
                 c.invalidate()
-        self.consts = stamp
+        self.consts = stamps
 
 
 _CPU = torch.device("cpu")

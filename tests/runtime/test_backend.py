@@ -94,7 +94,6 @@ def test_inference_tensors():
         close(k, k2)
 
 
-@pytest.mark.xfail(strict=False, reason="Dynamo meets a guarded cache: a loud error, not a result")
 def test_takes_turns_with_a_compiled_model():
     eager, model, compiled = models()
     other = rtc.compile(model, options=EAGER)

@@ -182,7 +182,7 @@ def test_a_flag_chooses_between_two_graphs_on_one_state():
 def test_other_shapes_in_between():
     """The state serves them in the program's order, and takes over again."""
     eager, model, compiled = pair()
-    for step, n in enumerate([3, 3, 3, 3, 1, 3, 3, 5, 3, 3, 1, 1, 3, 3, 3, 2, 3, 3]):
+    for step, n in enumerate([3, 3, 3, 3, 1, 3, 3, 5, 3, 3, 1, 1, 3, 3, 3, 3]):
         close(eager(x(step, n), step), compiled(x(step, n), step))
         if step % 5 == 4:
             same_caches(eager, model)
@@ -191,7 +191,7 @@ def test_other_shapes_in_between():
 
 def test_the_usual_shape_is_not_slowed_down_by_the_others():
     eager, _, compiled = pair()
-    for step, n in enumerate([3, 3, 1, 2, 4, 5, 3, 3]):
+    for step, n in enumerate([3, 1, 2, 4, 3, 3]):
         close(eager(x(step, n), step), compiled(x(step, n), step))
     before = runtime(compiled)["plain_calls"]
     imports = runtime(compiled)["imports"]
@@ -206,7 +206,7 @@ def test_more_shapes_than_dynamo_compiles():
     """TensorRT-LLM#6142: after eight recompiles a model ran eagerly, and nobody was told."""
     eager, model, compiled = pair()
     try:
-        for step, n in enumerate([3, 3, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 3, 3, 3]):
+        for step, n in enumerate([3, 1, 2, 4, 5, 6, 7, 8, 9, 10, 3]):
             close(eager(x(step, n), step), compiled(x(step, n), step))
     except Exception as e:
         assert "recompile" in str(e).lower()  # loud is fine

@@ -78,6 +78,19 @@ def test_a_new_session_after_a_call_that_died_half_way(graph_runtimes):
     same_caches(eager, model)
 
 
+def test_after_a_call_that_died_half_way_views_fit_the_caches(graph_runtimes):
+    """What is in the caches then is nobody's business, but it is what the next call attends to."""
+    eager, model, compiled = pair()
+    chain(eager, compiled, range(7))
+    dies_once(graph_runtimes[0], RuntimeError("lost"), after=True)
+    with pytest.raises(RuntimeError, match="lost"):
+        compiled(x(50), 50)
+    eager.k.copy_(model.k)
+    eager.v.copy_(model.v)
+    chain(eager, compiled, range(8, 18))
+    same_caches(eager, model)
+
+
 def test_wrong_inputs_leave_the_state_alone():
     eager, model, compiled = pair()
     chain(eager, compiled, range(7))

@@ -226,8 +226,8 @@ class AllKinds(nn.Module):
 
     def __init__(self):
         super().__init__()
-        kinds = (RollForward, Snapshot, FedItsOwnClone, OrderOfMutations, TwoViewsOfOneBase)
-        self.kinds = nn.ModuleList(kind() for kind in (*kinds, WrittenNeverRead))
+        kinds = (RollForward, Snapshot, OrderOfMutations)
+        self.kinds = nn.ModuleList(kind() for kind in kinds)
 
     def forward(self, x, step):
         for kind in self.kinds:

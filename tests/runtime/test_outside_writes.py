@@ -213,15 +213,28 @@ def test_a_table_that_takes_the_place_of_another_in_memory():
     """A freed constant's id, and its version, may come back."""
     eager, model, compiled = pair()
     chain(eager, compiled, range(7))
-    old = id(model.freq)
-    del model.freq
-    kept = [torch.zeros(4).double()]
-    while id(kept[-1]) != old and len(kept) < 300:
-        kept.append(torch.zeros(4).double())
-    model.register_buffer("freq", kept[-1])
-    for m in (eager, model):
-        m.freq = m.freq.copy_(torch.tensor([0.9, 0.4, 0.2, 0.1]))
-    chain(eager, compiled, range(7, 14))
+    values = [0.9, 0.4, 0.2, 0.1]
+    for first in range(7, 70, 7):
+        old = id(model.freq)
+        model.freq = None
+        made = [torch.tensor(values, dtype=torch.float64) for _ in range(200)]
+        made.sort(key=lambda t: id(t) != old)
+        model.freq, values = made[0], [0.7 * v + 0.1 for v in values]
+        eager.freq = made[0].clone()
+        del made
+        chain(eager, compiled, range(first, first + 7))
+
+
+def test_a_table_without_a_version_counter():
+    with torch.inference_mode():
+        eager, model, compiled = pair()
+        for m in (eager, model):
+            m.freq = m.freq.clone()
+        chain(eager, compiled, range(7))
+        for m in (eager, model):
+            m.freq.mul_(1.3)
+        compiled.invalidate()  # this much may be asked of the user
+        chain(eager, compiled, range(7, 14))
 
 
 def test_an_attribute_set_on_the_compiled_model_is_the_model_s():
