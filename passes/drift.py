@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtc.passes.analysis.exprs import evaluate
 from rtc.passes.analysis.host import HostProgram
 from rtc.passes.analysis.layout import Fallback
-from rtc.passes.analysis.tables import TableReader, changed
+from rtc.passes.analysis.tables import changed
+from rtc.passes.entries import goes_through, readers
 from rtc.passes.plan import CachePlan, Cohort, Refusal, View
-from rtc.passes.rotation import Rotation, find, score_axis
+from rtc.passes.rotation import Rotation, find, rotated, score_axis
 
 LOOK_AHEAD = 100  # calls; the published model resets its positions every 42
 # Above this share of kept slots to compute again in most calls, hoisting would save nothing.
@@ -103,7 +104,7 @@ def _look(
     plan: CachePlan, cohort: Cohort, klass: str, v: View, host: HostProgram, out: Drift
 ) -> None:
     expr = next(e for e in reversed(cohort.reads) if any(u[2].expr.key == e.key for u in v.uses))
-    readers = [TableReader(o) for o in v.tables(expr.key)]
+    tables = readers(cohort, v, expr.key)
     rot = _foldable(cohort, klass, v)
     before: tuple[np.ndarray, list[torch.Tensor]] | None = None
     heavy = moved = folded = calls = 0
@@ -113,7 +114,7 @@ def _look(
         memo: dict[Any, Any] = {}
         try:
             ids = evaluate(expr, env, memo).ravel()
-            rows = [r.rows(expr, ids, env, memo) for r in readers]
+            rows = [r.rows(expr, ids, env, memo) for r in tables]
         except (Fallback, IndexError):
             break
         if before is not None:
@@ -169,8 +170,13 @@ def _positions(read: np.ndarray, stored: np.ndarray) -> np.ndarray:
 
 
 def _foldable(cohort: Cohort, klass: str, v: View) -> Rotation | None:
-    """The class's rotation, if every use of every view of the class contracts with a query."""
-    for w in cohort.views:
-        if w.klass == klass and any(score_axis(w, u) is None for u in w.uses):
+    """The class's rotation, if every use of every view of the class contracts with a query, and
+    all fresh rows are rotated here."""
+    alike = [w for w in cohort.views if w.klass == klass]
+    if any(score_axis(w, u) is None for w in alike for u in w.uses):
+        return None
+    for w in alike:
+        at = rotated(w.fn)
+        if at is None or not goes_through(cohort, w, at):
             return None
     return find(v)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.drift import drift
+from rtc.passes.entries import can_write
 from rtc.passes.plan import Cohort, Refusal
-from rtc.passes.rewrite import can_write
 
 
 def _legal(cohort: Cohort) -> Refusal | None:

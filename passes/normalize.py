@@ -32,7 +32,7 @@ def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     _fills(gm)
     out = list(inputs)
     for info in inputs:
-        if info.mutated and not info.is_int:
+        if not info.is_int and (info.mutated or not info.parameter):
             out += _unstack(gm, info, len(out))
     gm.graph.lint()
     return out
@@ -60,7 +60,7 @@ class _GiveUp(Exception):
 
 
 def _unstack(gm: fx.GraphModule, info: InputInfo, first: int) -> list[InputInfo]:
-    axis = _stack_axis(gm, info)
+    axis = _stack_axis(gm, info) if info.mutated else _taken_apart(info)
     if axis is None:
         return []
     try:
@@ -93,6 +93,26 @@ def _stack_axis(gm: fx.GraphModule, info: InputInfo) -> int | None:
     return None
 
 
+def _taken_apart(info: InputInfo) -> int | None:
+    """The axis along which a tensor that is only read is used in single parts, if it is short.
+
+    A batch of latents looks no different; to take it apart costs nothing.
+    """
+    val = info.node.meta["val"]
+    if not isinstance(val, torch.Tensor) or not val.is_floating_point() or val.dim() < 4:
+        return None
+    found: set[int] = set()
+    for user in info.node.users:
+        if user.target not in (aten.select.int, aten.unbind.int):
+            return None
+        axis = user.args[1] if len(user.args) > 1 else 0
+        if user.target is aten.select.int and not isinstance(user.args[2], int):
+            return None
+        found.add(int(axis) % val.dim())  # type: ignore[call-overload]
+    axis = found.pop() if len(found) == 1 else None
+    return axis if axis is not None and val.shape[axis] in range(2, 9) else None
+
+
 class _Splitter:
     """Splits the cone of one stacked input into parts; all or nothing (built, then swapped in)."""
 
@@ -114,8 +134,9 @@ class _Splitter:
             nodes.append(node)
             infos.append(
                 InputInfo(
-                    self.first + i, node, f"{source}[{':, ' * self.axis}{i}]", mutated=True,
-                    attribute=self.info.attribute, parent=self.info, part=(self.axis, i),
+                    self.first + i, node, f"{source}[{':, ' * self.axis}{i}]",
+                    mutated=self.info.mutated, attribute=self.info.attribute,
+                    parent=self.info, part=(self.axis, i),
                 )
             )  # fmt: skip
         self.parts[self.info.node] = nodes

@@ -185,13 +185,10 @@ def build(
 ) -> CachePlan:
     """Analyse every tensor input that may be a cache and group what moves alike."""
     exprs = Exprs(host.key)
-    caches: list[Cache] = []
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
-    # A read belongs to one cache. Caches that are written come first: to a tensor that is only
-    # read, a cache joined with it looks like fresh rows.
-    claimed: set[tuple[fx.Node, fx.Node]] = set()
-    for info in sorted(inputs, key=lambda i: not i.mutated):
+    candidates: list[Cache] = []
+    for info in inputs:
         if (
             info.is_int
             or (info.parameter and not info.mutated)
@@ -200,22 +197,35 @@ def build(
             continue
         found = _find_cache(host, exprs, info, hints, calibrate, raw_only)
         if isinstance(found, Cache):
-            reads = {(n, u) for n, u, _ in found.analysis.ends}
-            if reads & claimed:
-                if info.mutated:
-                    why = "its slots are read as one with those of another cache"
-                    unmatched.append((info, Refusal.at(f"{info.source}: {why}", info.node)))
-                continue
-            claimed |= reads
-            caches.append(found)
+            candidates.append(found)
         elif found is not None:
             unmatched.append((info, found))
+    caches = _claim(candidates, unmatched)
     cohorts = _group(caches)
     plan = CachePlan(host, exprs, cohorts, unmatched, dict(sample))
     _order(plan)
     for cohort in cohorts:
         _events(plan, cohort)
     return plan
+
+
+def _claim(candidates: list[Cache], unmatched: list[tuple[InputInfo, Refusal]]) -> list[Cache]:
+    """A read belongs to one cache; the others joined in it count as its fresh rows.
+
+    Caches that are written come first: to a tensor that is only read, a cache joined with it looks
+    like fresh rows. Then the larger one: more is saved there.
+    """
+    claimed: set[tuple[fx.Node, fx.Node]] = set()
+    kept = []
+    for c in sorted(candidates, key=lambda c: (not c.info.mutated, -c.slots)):
+        reads = {(n, u) for n, u, _ in c.analysis.ends}
+        if not reads & claimed:
+            claimed |= reads
+            kept.append(c)
+        elif c.info.mutated:
+            why = "its slots are read as one with those of another cache"
+            unmatched.append((c.info, Refusal.at(f"{c.info.source}: {why}", c.info.node)))
+    return sorted(kept, key=candidates.index)
 
 
 def _candidates(shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -273,7 +283,11 @@ def _as_cache(info: InputInfo, an: LocalAnalysis) -> Cache | None:
         ]  # fmt: skip
         if len(joined) < len(an.ends) or not all(v.expr.sources() for v in joined):
             return None
-        if not all(e.fn.is_layout for s in an.sources.values() for e in s.entries):
+        entries = [e for s in an.sources.values() for e in s.entries]
+        # padding, known on the host, may join later
+        if not all(e.fn.is_layout or an.host.on_host(e.node) for e in entries):
+            return None
+        if not any(e.fn.is_layout for e in entries):
             return None
         commit = val.expr
     else:
@@ -314,7 +328,7 @@ def _attention_like(o: order.Ordered, node: fx.Node, user: fx.Node) -> bool:
     if len(o.dims) != 1:
         return False
     rank = len(shape_of(node))
-    if user.target is order.attention:
+    if user.target in (order.attention, order.flex_attention):
         return node in user.args[1:3] and o.dims == (rank - 2,)
     if user.target in (aten.bmm.default, aten.mm.default):
         return (user.args[1] is node and o.dims[0] >= rank - 2) or o.dims == (rank - 2,)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rtc.passes import entries
 from rtc.passes.analysis import shapes
 from rtc.passes.analysis.fn import (
     Fn,
@@ -33,7 +34,9 @@ from rtc.passes.analysis.fn import (
     with_slots,
 )
 from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, shape_of
+from rtc.passes.entries import raw_entry
 from rtc.passes.plan import Cache, CachePlan, Cohort, View
+from rtc.passes.rotation import rotated
 
 aten = torch.ops.aten
 
@@ -67,36 +70,6 @@ class Rewritten:
     gm: fx.GraphModule | None = None
     # placeholders for calibrated maxima in the analysed graph, where constants are evaluated
     scales: dict[fx.Node, Extra] = field(default_factory=dict)
-
-
-def can_write(cache: Cache, source: RowSource, fn: Fn) -> str | None:
-    """Why the rows of ``source`` cannot be written through ``fn``, or None."""
-    if _raw_entry(source) or _inner_entry(source, fn) or _outer_entry(source, fn):
-        return None
-    return "fresh rows join the cache in the middle of its work"
-
-
-def _raw_entry(source: RowSource) -> RowEntry | None:
-    for e in source.entries:
-        probe = invert_layout(e.fn, 1, lambda *a: True, True)
-        if probe is not None:
-            return e
-    return None
-
-
-def _inner_entry(source: RowSource, fn: Fn) -> RowEntry | None:
-    for e in source.entries:
-        if fn.contains(e.fn) and not fn.raw_outside(e.fn):
-            return e
-    return None
-
-
-def _outer_entry(source: RowSource, fn: Fn) -> RowEntry | None:
-    """Rows that join after ``fn``, with nothing but layout between."""
-    for e in source.entries:
-        if invert_layout(e.fn, 1, lambda *a: True, True, fn) is not None:
-            return e
-    return None
 
 
 class Rewriter:
@@ -312,10 +285,7 @@ class Rewriter:
         """The ``m`` kept fresh rows of source ``k``, through the view's work, storage-shaped."""
         source = cache.sources[k]
         fn = view.fn if view is not None else None
-        raw = _raw_entry(source)
-        entry = raw
-        if entry is None and fn is not None:
-            entry = _inner_entry(source, fn) or _outer_entry(source, fn)
+        raw, entry = raw_entry(source), entries.entry(source, fn)
         assert entry is not None, "legality was checked by the passes"
         value = self._entry(entry, source)
         if m < source.count:
@@ -350,7 +320,7 @@ class Rewriter:
             self._count(i, cohort, view, leaf, value)
         given = substituting(leaf, value)
         rot = cohort.rotations.get(view.klass)
-
+        at = rotated(view.fn) if rot is not None and rot.inverse is None else None
         counted: set[Any] = set()
 
         def framed(f: Fn) -> Any:
@@ -359,7 +329,7 @@ class Rewriter:
                 x = emit(f, m, self.call, framed, operand)
                 self._count(i, cohort, view, f, x)
                 return x
-            if rot is None or rot.inverse is not None or f.key != rot.at.key:
+            if at is None or f.key != at.key:
                 return given(f)  # the turn is in the table rows where it can be
             x = emit(f, m, self.call, given, operand)
             return self._rotate(x, "unfold", i, view)

@@ -14,8 +14,8 @@ Numerics: exact (attention sums its slots in another order).
 from __future__ import annotations
 
 from rtc.passes.base import Context, IllegalCombination, Outcome, Pass
+from rtc.passes.entries import can_write
 from rtc.passes.plan import Cohort, Refusal, build, moves_slots
-from rtc.passes.rewrite import can_write
 
 
 def _check_combination(ctx: Context) -> None:

@@ -142,14 +142,18 @@ def _real(rows: torch.Tensor) -> np.ndarray:
 
 def find(view: View) -> Rotation | None:
     """The rotation in a view's work, or None."""
-    at = _rotated(view.fn)
+    at = rotated(view.fn)
     if at is None or len(view.fn.dims) != 1:
         return None
     inner = _inner(at)
     tables = at.operands()
-    if inner is None or _rounds(at, inner, *_precision(view.fn)) or any(
-        o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
-        for o in tables
+    if (
+        inner is None
+        or _rounds(at, inner, *_precision(view.fn))
+        or any(
+            o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
+            for o in tables
+        )
     ):
         return None
     if any(not isinstance(o.node.meta["val"], torch.Tensor) for o in tables):
@@ -206,7 +210,7 @@ def _track(start: Fn, end: Fn, axis: int) -> int | None:
     return axis
 
 
-def _rotated(fn: Fn) -> Fn | None:
+def rotated(fn: Fn) -> Fn | None:
     """The subtree right above which only casts, scales and layout follow."""
     raw, consent = _precision(fn)
     f = fn

@@ -84,6 +84,10 @@ class Fn:
         go(self)
         return list(out.values())
 
+    def operands_here(self) -> list[Operand]:
+        """Operands of this op alone."""
+        return [a for a in _flat(self.args) if isinstance(a, Operand)]
+
     def contains(self, sub: Fn) -> bool:
         return self.key == sub.key or any(c.contains(sub) for c in self.children)
 

@@ -250,7 +250,7 @@ def _stack(an: LocalAnalysis, node: fx.Node) -> Any:
 
 
 def _pad(an: LocalAnalysis, node: fx.Node) -> Any:
-    """constant_pad_nd along the slots: rows of a constant."""
+    """constant_pad_nd along the slots: rows of a constant. Along features it is slot-local work."""
     v = an.val(node.args[0])
     if v is None:
         return None
@@ -260,7 +260,9 @@ def _pad(an: LocalAnalysis, node: fx.Node) -> Any:
     if any(not isinstance(p, int) or p < 0 for _, _, p in hit):
         raise NotLocal("a cropping or changing pad")
     if not any(axis in v.dims for axis, _, _ in hit):
-        raise NotLocal("a feature axis is padded")
+        if an.raw_only:
+            raise NotLocal("hoisting is switched off")
+        return an.op(node, v.dims, v.expr)
     if any(axis not in v.dims for axis, _, _ in hit) or len(v.dims) != 1:
         raise NotLocal("several axes are padded at once")
     value = _arg(node, 2, "value", 0)

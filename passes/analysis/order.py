@@ -35,6 +35,7 @@ from rtc.passes.analysis.slots import (
 
 aten = torch.ops.aten
 attention = torch.ops.rtc.attention.default
+flex_attention = torch.ops.higher_order.flex_attention
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ class OrderAnalysis:
             raise NotLocal(f"{node.op} uses it")
         if t is aten.copy_.default:
             raise NotLocal("it is stored in slot order")
+        if t is flex_attention and any(x in ins for x in node.args[1:3]):
+            self.attends = True
+            raise NotLocal("flex_attention's mask and scores may go by slot order")
         if len({o.token for o in ins.values()}) > 1:
             raise NotLocal("caches that move differently meet")
         token = next(iter(ins.values())).token

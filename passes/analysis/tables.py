@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from rtc.passes.analysis.exprs import SlotExpr, evaluate
+from rtc.passes.analysis.exprs import SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import Operand, with_slots
 from rtc.passes.analysis.layout import Fallback
 
@@ -20,9 +20,13 @@ _ULPS = 4
 
 @dataclass
 class TableReader:
-    """Rows of one operand for the positions of a read."""
+    """Rows of one operand for the positions of a read.
+
+    ``later``: sources of fresh rows that join past the operand; their positions get zeros.
+    """
 
     operand: Operand
+    later: frozenset[int] = frozenset()
 
     def rows(
         self, expr: SlotExpr, ids: np.ndarray, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
@@ -54,6 +58,9 @@ class TableReader:
             where = torch.from_numpy(np.nonzero(hit)[0])
             out[where] = flat[torch.from_numpy(j[hit])]
             missing &= ~hit
+        if self.later and missing.any():
+            source, _ = split_row_ids(np.minimum(ids, -1))
+            missing &= ~((ids < 0) & np.isin(source, list(self.later)))
         if missing.any() or out is None:
             raise Fallback("a slot is read past the work that applies to it")
         return out

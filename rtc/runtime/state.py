@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from rtc.errors import StateError
+from rtc.passes import entries
 from rtc.passes.analysis.exprs import evaluate, split_row_ids
 from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, structural_key, with_slots
 from rtc.passes.analysis.layout import Fallback, Placement
@@ -26,7 +27,7 @@ from rtc.passes.analysis.tables import TableReader, changed, shaped_rows
 from rtc.passes.drift import common_turn
 from rtc.passes.plan import Cohort, Event, View
 from rtc.passes.rewrite import Extra, first_of_class
-from rtc.passes.rotation import Rotation
+from rtc.passes.rotation import Rotation, rotated
 
 
 class Handle:
@@ -323,7 +324,7 @@ class CohortRuntime:
             if not (cohort.unified and v.raw):
                 reads = self.readers.setdefault(v.klass, {})
                 for key in v.by_read:
-                    reads.setdefault(key, [TableReader(o) for o in v.tables(key)])
+                    reads.setdefault(key, entries.readers(cohort, v, key))
                 self.lead[v.klass] = first_of_class(cohort, v)
         counts: dict[int, int] = {}
         for c in cohort.caches:
@@ -662,9 +663,12 @@ def refresh(
     def leaf(f: Fn) -> Any:
         return raw if f.key == key else None
 
+    turns = rot is not None and r.frame is not None and (r.frame != 1).any()
+    pivot = rotated(first.fn) if turns else None
+
     def framed(f: Fn) -> Any:
         """The rotated subtree, turned back into the class's frame."""
-        if rot is None or r.frame is None or f.key != rot.at.key or (r.frame == 1).all():
+        if pivot is None or f.key != pivot.key:
             return leaf(f)
         return turned(emit(f, n * count, _run, leaf, operand), rot.perm, r.frame.conj())
 
