@@ -7,7 +7,7 @@ Dynamo graph -> SDPA as one opaque op -> AOTAutograd (functional ATen, mutation 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,9 @@ from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
 from rtc.passes import pipeline
+from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.host import InputInfo, where
+from rtc.passes.analysis.slots import COPIES
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
 from rtc.report import GraphReport
@@ -32,11 +34,15 @@ aten = torch.ops.aten
 
 
 class Specialize(Exception):
-    """Ask for another trace in which these int sources are constants: they fix sizes of caches."""
+    """Ask for another trace in which sizes of caches are constants: ``Compiler.fixed`` or
+    ``Compiler.static`` say which."""
 
-    def __init__(self, values: dict[str, int]) -> None:
-        super().__init__(f"sizes of caches depend on {', '.join(values)}")
-        self.values = values
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(f"sizes of caches depend on {', '.join(names)}")
+
+
+# A window that fills has a graph for each length; beyond so many, lengths stay symbolic.
+_STATIC_GRAPHS = 16
 
 
 @dataclass
@@ -50,6 +56,8 @@ class Compiler:
     dry: bool = False  # explain: decide, but do not compile
     # ints that may be made constant (source -> value); None: nobody would trace again
     fixed: dict[str, set[int]] | None = None
+    # set while a graph is traced again with constant tensor sizes: the ints that stay symbolic
+    static: tuple[str, ...] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -169,6 +177,10 @@ class Compiler:
         """
         if self.fixed is None:
             return
+        growing = [i.source for i in inputs if _grows(i)]
+        if growing and self.static is None and len(self.graphs) <= _STATIC_GRAPHS:
+            self.static = tuple(i.source for i in inputs if i.is_int and "()" not in i.source)
+            raise Specialize(growing)
         symbols: set[Any] = set()
         for info in inputs:
             if info.mutated:
@@ -351,6 +363,22 @@ def _writes_input(n: fx.Node) -> bool:
 def _symbols(val: Any) -> set[Any]:
     node = getattr(val, "node", None)
     return set(node.expr.free_symbols) if node is not None else set()
+
+
+def _grows(info: InputInfo) -> bool:
+    """Whether rows are joined with it to something of symbolic size: a window that fills, or one
+    whose new rows had another number before."""
+    if info.is_int or info.parameter:
+        return False
+    queue = [info.node]
+    while queue:
+        for user in queue.pop().users:
+            if user.target is aten.cat.default:
+                if any(_symbols(n) for n in user.meta["val"].shape):
+                    return True
+            elif user.target in LAYOUT or user.target in COPIES:
+                queue.append(user)
+    return False
 
 
 def _sizes_below(node: fx.Node) -> set[Any]:

@@ -130,11 +130,11 @@ class Compiled:
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fixed = self._compiler.fixed
-        assert fixed is not None
+        compiler = self._compiler
+        compiler.static = None
         while True:
             try:
-                with _capture(self._signature, args, kwargs, fixed):
+                with _capture(self._signature, args, kwargs, compiler):
                     if torch.is_inference_mode_enabled():
                         return self._call(*args, **kwargs)
                     with torch.no_grad():
@@ -220,7 +220,7 @@ def explain(
             try:
                 with (
                     torch.no_grad(),
-                    _capture(_signature(model), args, kwargs, compiler.fixed or {}),
+                    _capture(_signature(model), args, kwargs, compiler),
                 ):
                     call(*args, **kwargs)
             except BackendCompilerFailed as e:
@@ -249,21 +249,24 @@ def _capture(
     signature: inspect.Signature | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fixed: dict[str, set[int]],
+    compiler: Compiler,
 ) -> Iterator[None]:
     """Dynamo settings for one call: ints stay symbolic, failures are loud.
 
-    ``fixed``: ints taken as constants, with the values seen: one that changed is symbolic again.
+    ``compiler.fixed``: ints taken as constants, with the values seen: one that changed is symbolic
+    again.
     """
-    ints = _int_sources(signature, args, kwargs)
+    ints, fixed = _int_sources(signature, args, kwargs), compiler.fixed or {}
+    static = compiler.static
     for name in fixed.keys() & ints.keys():
         if len(fixed[name]) < 2:
             fixed[name].add(ints[name])
-    names = ",".join(n for n in ints if len(fixed.get(n, ())) != 1)
+    names = ",".join(n for n in {*ints, *(static or ())} if len(fixed.get(n, ())) != 1)
     with (
         torch.compiler.config.patch(dynamic_sources=names),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True,
+            automatic_dynamic_shapes=static is None,
             fail_on_recompile_limit_hit=True,
             # a growth phase has a shape for every length before the window is full
             recompile_limit=64,

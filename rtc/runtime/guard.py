@@ -18,6 +18,7 @@ which asks nobody: call ``compiled.materialize()`` first. ``torch.func.grad`` re
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -135,22 +136,31 @@ _GUARDED: dict[type, type] = {torch.Tensor: RingCache, torch.nn.Parameter: RingP
 _PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
 
 
+def _holders(t: torch.Tensor) -> tuple[int, int]:
+    """(uses of the memory, Python references to the tensor it is a view of)."""
+    base, storage = t._base, t.untyped_storage()
+    refs = 0 if base is None else sys.getrefcount(base)
+    return torch._C._storage_Use_Count(storage._cdata), refs
+
+
+def _cut() -> torch.Tensor:
+    return torch.zeros(2)[:1]
+
+
+_ALONE = {False: _holders(torch.zeros(1)), True: _holders(_cut())}
+
+
 def alone(t: torch.Tensor) -> bool:
-    """Whether nobody else (view, detached alias, NumPy array, DLPack capsule) holds the memory."""
+    """Whether nobody else (view, detached alias, NumPy array, DLPack capsule) holds the memory.
+
+    The longer tensor that ``t`` was cut from does not count if nobody else can reach it.
+    """
     held: Any = t
-    if t._base is not None or held._use_count() > 1:
+    if held._use_count() > 1:
         return False
-    storage = t.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _ALONE
-
-
-def _alone() -> int:
-    t = torch.zeros(1)
-    storage = t.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-_ALONE = _alone()
+    uses, refs = _holders(t)
+    most = _ALONE[t._base is not None]
+    return uses <= most[0] and refs <= most[1]
 
 
 def possible(t: torch.Tensor) -> bool:
