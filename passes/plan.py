@@ -246,11 +246,10 @@ def _find_cache(
     if len(shape) < 2 or not (info.node.meta["val"].is_floating_point()):
         return None
     tried = hints.setdefault(shape, _candidates(shape))
-    best: LocalAnalysis | None = None
+    seen: list[LocalAnalysis] = []
     for dims in list(tried):
         an = LocalAnalysis(host, exprs, info, dims, calibrate=calibrate, raw_only=raw_only)
-        if best is None or len(an.vals) > len(best.vals):
-            best = an
+        seen.append(an)
         try:
             cache = _as_cache(info, an) if _attends(an) else None
         except NotLocal:
@@ -260,15 +259,28 @@ def _find_cache(
         tried.remove(dims)
         tried.insert(0, dims)
         return cache
-    if not info.mutated or best is None:
+    return _why_not(info, seen) if info.mutated else None
+
+
+# What ends a region is told in this order: the first is the cause of others further down.
+_CAUSES = ("known on the device", "reduces over the slots", "along the slots", "different work")
+
+
+def _why_not(info: InputInfo, seen: Sequence[LocalAnalysis]) -> Refusal | None:
+    """The likeliest reason, over all slot axes that were tried: where most of the work was
+    followed. None for a tensor that is written and not read."""
+    most = max((len(an.vals) for an in seen), default=0)
+
+    def rank(end: tuple[LocalAnalysis, fx.Node, str]) -> tuple[bool, int, int]:
+        an, user, reason = end
+        stored = user.target is aten.copy_.default
+        cause = next((i for i, c in enumerate(_CAUSES) if c in reason), len(_CAUSES))
+        return stored, cause, an.host.index[user]
+
+    ends = [(an, u, r) for an in seen if len(an.vals) == most for _, u, r in an.ends]
+    if not ends:
         return None
-    if not best.ends:
-        return None  # written, never read here
-    _, user, reason = best.ends[-1]
-    for _, u, r in best.ends:
-        if "device" in r or "reduces over the slots" in r or "different work" in r:
-            user, reason = u, r
-            break
+    _, user, reason = min(ends, key=rank)
     return Refusal.at(f"{info.source}: {reason}", user)
 
 

@@ -248,6 +248,8 @@ class LocalAnalysis:
             return self._product(node)
         if t in movement.SPLITS or t is aten.select.int or t is aten.slice.Tensor:
             return self._pick(node)
+        if t in (aten.as_strided.default, aten.as_strided_scatter.default):
+            raise NotLocal("it is viewed by strides, as when several tensors share one memory")
         raise NotLocal(f"{t} is not known to be slot-local")
 
     def _getitem(self, node: fx.Node) -> Any:

@@ -57,7 +57,9 @@ FOUND = {
     ),
     "a guarded parameter is copied": Spec(seed=97, home="parameter", actions=((5, "deepcopy"),)),
     "a stacked cache that stays plain": Spec(stacked=0, key_ops=("amax_all",)),
-    "a mask of changing size": Spec(seed=545, mask="triangle", actions=((6, "shape"), (8, "shape"))),
+    "a mask of changing size": Spec(
+        seed=545, mask="triangle", actions=((6, "shape"), (8, "shape"))
+    ),
     "a read without fresh rows": Spec(
         seed=568, passes=2, write=("ring", "slice"), read="last", key_ops=("tiny",)
     ),

@@ -63,7 +63,6 @@ def test_equals_eager(kind: str, steps: int) -> None:
         assert len(report.to_dict()["graphs"]) == 1
 
 
-@pytest.mark.xfail(strict=False, reason="the refusal names the store, not the index on the device")
 def test_the_refusal_names_the_counter() -> None:
     """StaticCache counts its tokens in a tensor: the host does not know where rows are written."""
     _, _, report = compiled_and_eager("static", 1)

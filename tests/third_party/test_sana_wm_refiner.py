@@ -124,7 +124,6 @@ def test_equals_eager_while_the_window_grows_and_after(
     assert report["runtime"]["plain_calls"] == 0
 
 
-@pytest.mark.xfail(strict=False, reason="right, but its caches are not taken up")
 def test_a_history_is_copied_once_a_block(
     videos: tuple[Refiner, Refiner, dict[str, Any]],
 ) -> None:
@@ -134,7 +133,6 @@ def test_a_history_is_copied_once_a_block(
     assert videos[2]["runtime"]["refreshed_slots"] == sum(frames) * TOKENS
 
 
-@pytest.mark.xfail(strict=False, reason="right, but its caches are not taken up")
 def test_what_is_decided_for_a_full_window() -> None:
     """The histories stay where they are, and sink and new rows are written beside them. The sinks'
     keys cannot be kept rotated: their table is a tensor argument, known on the device only."""
