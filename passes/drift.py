@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rtc.passes import entries
 from rtc.passes.analysis.exprs import evaluate
 from rtc.passes.analysis.host import HostProgram
 from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.tables import changed
-from rtc.passes.entries import goes_through, readers
 from rtc.passes.plan import CachePlan, Cohort, Refusal, View
 from rtc.passes.rotation import Rotation, find, rotated, score_axis
 
@@ -65,6 +65,11 @@ def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
     return best
 
 
+def apart(old: np.ndarray, new: np.ndarray, eps: float) -> np.ndarray:
+    """Mask of turns [n, D] that differ by more than rounding."""
+    return (np.abs(new - old) > 8 * eps * np.maximum(np.abs(old), np.abs(new))).any(1)
+
+
 def drift(plan: CachePlan, cohort: Cohort) -> Drift:
     """Look ahead for every view class of a cohort."""
     with _disable_current_modes(), torch.no_grad():  # compile time has fake tensors in force
@@ -84,6 +89,8 @@ def _drift(plan: CachePlan, cohort: Cohort) -> Drift:
         for read in v.by_read:
             for o in v.tables(read):
                 nodes |= {n for n, _ in o.entries}.union(*(e.host_nodes() for _, e in o.entries))
+            for reader in entries.tables(plan.host, cohort, v, read).readers:
+                nodes |= reader.nodes
     host = HostProgram(plan.host, nodes)
     if host.const_inputs:
         # the module's own tables: their values are not there yet at compile time
@@ -104,9 +111,9 @@ def _look(
     plan: CachePlan, cohort: Cohort, klass: str, v: View, host: HostProgram, out: Drift
 ) -> None:
     expr = next(e for e in reversed(cohort.reads) if any(u[2].expr.key == e.key for u in v.uses))
-    tables = readers(cohort, v, expr.key)
+    tables = entries.tables(plan.host, cohort, v, expr.key)
     rot = _foldable(cohort, klass, v)
-    before: tuple[np.ndarray, list[torch.Tensor]] | None = None
+    before: tuple[np.ndarray, np.ndarray] | None = None
     heavy = moved = folded = calls = 0
     odd_slots = 0
     for t in range(LOOK_AHEAD):
@@ -114,18 +121,23 @@ def _look(
         memo: dict[Any, Any] = {}
         try:
             ids = evaluate(expr, env, memo).ravel()
-            rows = [r.rows(expr, ids, env, memo) for r in tables]
+            if t == 0:
+                for reader in tables.readers:
+                    reader.verify(env)
+            keys = tables.keys(expr, ids, env, memo)
         except (Fallback, IndexError):
             break
         if before is not None:
             at, old = before
             kept = (ids >= 0) & (at[np.maximum(ids, 0)] >= 0)
-            src = torch.from_numpy(at[np.maximum(ids, 0)][kept])
-            pick = torch.from_numpy(np.nonzero(kept)[0])
-            have, want = [r[src] for r in old], [r[pick] for r in rows]
-            bad = np.zeros(int(kept.sum()), dtype=bool)
-            for a, b in zip(have, want, strict=True):
-                bad |= changed(a, b)
+            src = at[np.maximum(ids, 0)][kept]
+            bad = (old[src] != keys[kept]).any(1)
+            if bad.any():
+                have, rows = tables.rows(env, old[src]), tables.rows(env, keys)
+                want = [r[torch.from_numpy(np.nonzero(kept)[0])] for r in rows]
+                bad[:] = False
+                for a, b in zip(have, want, strict=True):
+                    bad |= changed(a, b)
             if bad.any():
                 moved += 1
                 left = bad
@@ -139,12 +151,12 @@ def _look(
                 heavy += left.sum() > TOO_MANY * len(left)
             calls += 1
         stored = evaluate(cohort.commit, env, memo).ravel()
-        before = (_positions(ids, stored), rows)
+        before = (_positions(ids, stored), keys)
     if heavy > calls / 2:
-        tables = ", ".join(o.node.name for o in v.tables())
+        names = ", ".join(o.node.name for o in v.tables())
         out.refusal = Refusal.at(
             f"the table rows of most kept slots change from call to call, and not by one common "
-            f"rotation ({tables})",
+            f"rotation ({names})",
             v.uses[0][0],
         )
         return
@@ -177,6 +189,6 @@ def _foldable(cohort: Cohort, klass: str, v: View) -> Rotation | None:
         return None
     for w in alike:
         at = rotated(w.fn)
-        if at is None or not goes_through(cohort, w, at):
+        if at is None or not entries.goes_through(cohort, w, at):
             return None
     return find(v)

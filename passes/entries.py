@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from rtc.passes.analysis.fn import Fn, Operand, invert_layout
+from rtc.passes.analysis.host import HostInfo
 from rtc.passes.analysis.slots import RowEntry, RowSource
-from rtc.passes.analysis.tables import TableReader
+from rtc.passes.analysis.tables import ClassTables, TableReader
 from rtc.passes.plan import Cache, Cohort, View
 
 
@@ -78,8 +79,8 @@ def goes_through(cohort: Cohort, view: View, at: Fn) -> bool:
     return all(at.key in (_passed(sources[k], view.fn) or ()) for k in kept)
 
 
-def readers(cohort: Cohort, view: View, read: Any) -> list[TableReader]:
-    """Readers of the tables of a view's class; rows of no meaning for sources that join later."""
+def tables(host: HostInfo, cohort: Cohort, view: View, read: Any) -> ClassTables:
+    """The tables of a view's class; rows of no meaning for sources that join later."""
     alike = [v for v in cohort.views if v.klass == view.klass]
 
     def later(o: Operand) -> frozenset[int]:
@@ -92,4 +93,4 @@ def readers(cohort: Cohort, view: View, read: Any) -> list[TableReader]:
             out = here if out is None else out & here
         return frozenset(out or ())
 
-    return [TableReader(o, later(o)) for o in view.tables(read)]
+    return ClassTables([TableReader(host, o, later(o)) for o in view.tables(read)])

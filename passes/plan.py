@@ -162,16 +162,10 @@ class CachePlan:
     sample: dict[fx.Node, int]  # int inputs as the first call gave them
 
     def host_roots(self, cohort: Cohort) -> set[fx.Node]:
-        """Host values that the runtime needs for this cohort."""
+        """Host values that the runtime needs for this cohort, those of tables apart."""
         out = {b.operand for b in cohort.biases}
         for e in (*cohort.reads, cohort.commit):
             out |= e.host_nodes()
-        for v in cohort.views:
-            for read in v.by_read:
-                for o in v.tables(read):
-                    out |= {n for n, _ in o.entries}
-                    for _, entry in o.entries:
-                        out |= entry.host_nodes()
         return out
 
 

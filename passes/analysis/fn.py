@@ -203,7 +203,7 @@ def op_fn(
             return child
         perm = permutation(target, args, len(child.shape))
         if perm is not None:
-            if child.kind == "op" and child.target is aten.permute.default:
+            if child.kind == "op" and child.target is aten.permute.default and child.children:
                 inner = child.args[1]
                 perm = [inner[p] for p in perm]
                 child = child.children[0]
@@ -211,7 +211,7 @@ def op_fn(
                 return child
             target, args, kwargs = aten.permute.default, (child, tuple(perm)), {}
         elif target is not aten.expand.default:
-            if child.kind == "op" and child.target is aten.reshape.default:
+            if child.kind == "op" and child.target is aten.reshape.default and child.children:
                 child = child.children[0]
                 if off == off_slots(child.shape, child.dims) and tuple(dims) == child.dims:
                     return child

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,69 +11,149 @@ from torch import fx
 
 from rtc.passes.analysis.exprs import SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import Operand, with_slots
+from rtc.passes.analysis.host import HostInfo
 from rtc.passes.analysis.layout import Fallback
+from rtc.passes.analysis.rowwise import RowTable, decompose, trivial
 
 # Two evaluations of one formula may differ in the last bits (vector and scalar code paths).
 _ULPS = 4
 
 
-@dataclass
 class TableReader:
-    """Rows of one operand for the positions of a read.
+    """Rows of one operand for the positions of a read, by way of narrow keys (see rowwise).
 
     ``later``: sources of fresh rows that join past the operand; their positions get zeros.
     """
 
-    operand: Operand
-    later: frozenset[int] = frozenset()
+    def __init__(self, host: HostInfo, operand: Operand, later: frozenset[int]) -> None:
+        self.operand, self.later = operand, later
+        self.tables: list[RowTable] = []
+        if operand.axes is not None:
+            self.tables = [decompose(host, n, operand.axes, e.shape) for n, e in operand.entries]
+            if len({t.signature for t in self.tables}) > 1:
+                self.give_up()
 
-    def rows(
+    @property
+    def signature(self) -> Any:
+        """Readers of equal signatures have equal keys for equal rows."""
+        return self.tables[0].signature if self.tables else ("same for all", self.operand.shape)
+
+    def give_up(self) -> None:
+        """Take the rows themselves as keys."""
+        axes = self.operand.axes
+        if axes is None:
+            return
+        self.tables = [trivial(n, axes, e.shape) for n, e in self.operand.entries]
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """Host values that it needs in every call."""
+        out = set().union(*(e.host_nodes() for _, e in self.operand.entries))
+        if self.operand.axes is None:
+            return out | {n for n, _ in self.operand.entries}
+        return out.union(*(t.nodes for t in self.tables))
+
+    def verify(self, env: Mapping[fx.Node, Any]) -> None:
+        """Check on the call at hand that rows from keys are the table's rows; else use those."""
+        for (node, entry), table in zip(self.operand.entries, self.tables, strict=False):
+            every = np.arange(entry.count)
+            whole = trivial(node, table.axes, entry.shape)
+            want = whole.rows(env, whole.keys(env, every))
+            got = table.rows(env, table.keys(env, every))
+            if got.shape != want.shape or got.dtype != want.dtype or changed(got, want).any():
+                self.give_up()
+                return
+
+    def keys(
         self, expr: SlotExpr, ids: np.ndarray, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
-    ) -> torch.Tensor:
-        """[len(ids), *rest]: the row of each position; NaN-free, on the CPU."""
+    ) -> list[torch.Tensor]:
+        """[len(ids), width] each: equal keys mean equal rows."""
         op = self.operand
         if op.axes is None:
-            val = env[op.entries[0][0]]
-            val = val if isinstance(val, torch.Tensor) else torch.tensor(val, dtype=op.dtype)
-            if len(op.entries) > 1 and not all(
-                torch.equal(torch.as_tensor(env[n]), val) for n, _ in op.entries
-            ):
+            val = torch.as_tensor(env[op.entries[0][0]])
+            if any(not torch.equal(torch.as_tensor(env[n]), val) for n, _ in op.entries[1:]):
                 raise Fallback("an operand differs between parts of the cache")
-            return val.reshape(1, -1).expand(len(ids), -1)
-        for node, entry in op.entries:
-            if entry.key == expr.key:
-                return self._flat(env[node], entry.shape)
-        out: torch.Tensor | None = None
+            return [val.reshape(1, -1).expand(len(ids), -1)]
+        out: list[torch.Tensor] = []
         missing = np.ones(len(ids), dtype=bool)
-        for node, entry in op.entries:
-            flat = self._flat(env[node], entry.shape)
-            have = evaluate(entry, env, memo).ravel()
-            order = np.argsort(have, kind="stable")
-            pos = np.minimum(np.searchsorted(have, ids, sorter=order), len(have) - 1)
-            j = order[pos]
-            hit = (have[j] == ids) & missing
-            if out is None:
-                out = torch.zeros((len(ids), flat.shape[1]), dtype=flat.dtype)
+        for (_, entry), table in zip(op.entries, self.tables, strict=True):
+            if entry.key == expr.key:
+                return table.keys(env, np.arange(len(ids)))
+            at = _places(entry, expr, ids, env, memo)
+            hit = (at >= 0) & missing
+            found = table.keys(env, at[hit])
+            if not out:
+                out = [torch.zeros((len(ids), k.shape[1]), dtype=k.dtype) for k in found]
             where = torch.from_numpy(np.nonzero(hit)[0])
-            out[where] = flat[torch.from_numpy(j[hit])]
+            for o, k in zip(out, found, strict=True):
+                o[where] = k
             missing &= ~hit
         if self.later and missing.any():
             source, _ = split_row_ids(np.minimum(ids, -1))
             missing &= ~((ids < 0) & np.isin(source, list(self.later)))
-        if missing.any() or out is None:
+        if missing.any():
             raise Fallback("a slot is read past the work that applies to it")
         return out
 
-    def _flat(self, val: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
-        axes = self.operand.axes
-        assert axes is not None
-        shape = list(val.shape)
-        for a, n in zip(axes, slots, strict=True):
-            shape[a] = n
-        val = val.expand(shape)
-        rest = [d for d in range(val.dim()) if d not in axes]
-        n = int(np.prod([val.shape[a] for a in axes]))
-        return val.permute(*axes, *rest).reshape(n, -1)
+    def rows(self, env: Mapping[fx.Node, Any], keys: list[torch.Tensor]) -> torch.Tensor:
+        """[n, rest]: the rows that the keys stand for."""
+        if self.operand.axes is None:
+            return keys[0].to(self.operand.dtype)
+        return self.tables[0].rows(env, keys)
+
+
+def _places(
+    entry: SlotExpr, expr: SlotExpr, ids: np.ndarray, env: Mapping[fx.Node, Any],
+    memo: dict[Any, Any],
+) -> np.ndarray:  # fmt: skip
+    """Where in ``entry`` each slot of a read is, or -1; found once a call for all its operands."""
+    key = ("places", entry.key, expr.key)
+    if key not in memo:
+        have = evaluate(entry, env, memo).ravel()
+        order = np.argsort(have, kind="stable")
+        pos = np.minimum(np.searchsorted(have, ids, sorter=order), len(have) - 1)
+        at = order[pos]
+        memo[key] = np.where(have[at] == ids, at, -1)
+    return memo[key]
+
+
+class ClassTables:
+    """The tables of a view class: keys of all operands side by side, as bytes."""
+
+    def __init__(self, readers: Sequence[TableReader]) -> None:
+        self.readers = list(readers)
+        self._layout: list[list[tuple[int, torch.dtype]]] = []  # bytes and dtype of each key
+
+    def keys(
+        self, expr: SlotExpr, ids: np.ndarray, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
+    ) -> np.ndarray:
+        """uint8 [len(ids), width]"""
+        given = [r.keys(expr, ids, env, memo) for r in self.readers]
+        self._layout = [[(k.shape[1] * k.element_size(), k.dtype) for k in ks] for ks in given]
+        flat = [_bytes(k) for ks in given for k in ks]
+        return np.concatenate([np.zeros((len(ids), 0), dtype=np.uint8), *flat], axis=1)
+
+    def rows(self, env: Mapping[fx.Node, Any], keys: np.ndarray) -> list[torch.Tensor]:
+        """The table rows of each operand."""
+        out, at = [], 0
+        for reader, layout in zip(self.readers, self._layout, strict=True):
+            parts = []
+            for size, dtype in layout:
+                part = np.ascontiguousarray(keys[:, at : at + size])
+                at += size
+                if size:
+                    parts.append(torch.from_numpy(part).view(dtype))
+                else:
+                    parts.append(torch.empty((len(keys), 0), dtype=dtype))
+            out.append(reader.rows(env, parts))
+        return out
+
+
+def _bytes(k: torch.Tensor) -> np.ndarray:
+    k = k.contiguous()
+    if not k.numel():
+        return np.zeros((len(k), 0), dtype=np.uint8)
+    return k.view(torch.uint8).reshape(len(k), -1).numpy()
 
 
 def shaped_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:

@@ -20,15 +20,9 @@ from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
-from rtc.runtime.state import (
-    CohortRuntime,
-    CohortState,
-    Counters,
-    Handle,
-    Prepared,
-    Stamp,
-    refresh,
-)
+from rtc.runtime.prepare import CohortRuntime, Prepared
+from rtc.runtime.refresh import refresh
+from rtc.runtime.state import CohortState, Counters, Handle, Stamp
 
 
 @dataclass
@@ -143,16 +137,15 @@ class GraphRuntime:
         plan = result.plan
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
+        self.plan = plan
         self.cohorts = [
-            CohortRuntime(i, c, self.extras)
+            CohortRuntime(i, c, self.extras, plan.host)
             for i, c in enumerate(plan.cohorts)
             if c.order != "plain"
         ]
         self.parts = [i for i in self.inputs if i.part is not None]
-        roots: set[fx.Node] = set()
-        for c in self.cohorts:
-            roots |= plan.host_roots(c.cohort)
-        self.host = HostProgram(plan.host, roots)
+        self.host = self._program(tables=True)
+        self.verified = False
         self.const = ConstEval({i.node: i for i in inputs}, lambda n: getattr(gm, n))
         self.const_inputs = self._const_inputs()
         self._cpu: dict[int, tuple[Stamp, torch.Tensor]] = {}
@@ -162,6 +155,15 @@ class GraphRuntime:
             for i in inputs
             if not i.is_int and not i.parameter and i.part is None and i.index not in managed
         ]
+
+    def _program(self, *, tables: bool = False) -> HostProgram:
+        """What the host works out in each call; ``tables``: whole tables too, to check keys."""
+        roots: set[fx.Node] = set()
+        for c in self.cohorts:
+            roots |= self.plan.host_roots(c.cohort)
+            for r in c.readers:
+                roots |= r.nodes | ({n for n, _ in r.operand.entries} if tables else set())
+        return HostProgram(self.plan.host, roots)
 
     def _const_inputs(self) -> list[InputInfo]:
         """Constant inputs that enter views: when one changes, the views are out of date."""
@@ -204,9 +206,11 @@ class GraphRuntime:
             memo: dict[Any, Any] = {}
             self.const.args = args_in
             stamps = self._stamps(args_in)
+            tables = {i.source: self._cpu[i.index][0] for i in self.host.const_inputs}
             for c in self.cohorts:
                 st = self._state(c, args_in)
                 st.check_consts(stamps)
+                st.check_tables(tables)
                 if c.scales and st.scales is None:
                     return self._calibrate(args_in)
                 states.append((c, st, c.prepare(st, env, memo)))
@@ -289,8 +293,15 @@ class GraphRuntime:
             if have is None or not have[0].same(stamp):
                 # one device-to-host copy when a table of the module is first seen, or has changed
                 have = self._cpu[i.index] = (stamp, t.detach().cpu().clone())
+                for c in self.cohorts:
+                    c.compared.clear()
             consts[i.node] = have[1]
-        return self.host.run(ints, consts)
+        env = self.host.run(ints, consts)
+        if not self.verified:
+            for c in self.cohorts:
+                c.verify(env)
+            self.host, self.verified = self._program(), True
+        return env
 
     def _stamps(self, args: list[Any]) -> list[Stamp]:
         tensors = (args[i.index] for i in self.const_inputs)

@@ -8,26 +8,19 @@ before the graph runs.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from rtc.errors import StateError
-from rtc.passes import entries
-from rtc.passes.analysis.exprs import evaluate, split_row_ids
-from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, structural_key, with_slots
-from rtc.passes.analysis.layout import Fallback, Placement
-from rtc.passes.analysis.tables import TableReader, changed, shaped_rows
-from rtc.passes.drift import common_turn
-from rtc.passes.plan import Cohort, Event, View
-from rtc.passes.rewrite import Extra, first_of_class
-from rtc.passes.rotation import Rotation, rotated
+from rtc.passes.analysis.fn import structural_key
+from rtc.passes.analysis.layout import Placement
+from rtc.passes.plan import Cohort
+from rtc.runtime.classes import ClassState
 
 
 class Handle:
@@ -71,34 +64,11 @@ class Stamp:
         return mine is not None and mine is other.ref() and self.rest == other.rest
 
 
-@dataclass
-class ClassState:
-    """Views with equal work and equal tables: which content each place holds, with which rows."""
-
-    cid: np.ndarray
-    rows: list[torch.Tensor] | None = None
-    # rotation by which queries are turned instead of the slots: [D] complex, None for none
-    frame: np.ndarray | None = None
-    # [slots, D] complex: what each slot is turned by in effect, once the frame has turned
-    turns: np.ndarray | None = None
-
-    def invalidate(self) -> None:
-        self.cid[:] = -1
-
-    def follow(self, came: np.ndarray) -> None:
-        """Take the order in which place i holds what was at ``came[i]`` (-1: something new)."""
-        at = np.maximum(came, 0)
-        self.cid = np.where(came < 0, -1, self.cid[at])
-        if self.rows is not None:
-            self.rows = [r[torch.from_numpy(at)] for r in self.rows]
-        if self.turns is not None:
-            self.turns = self.turns[at]
-
-
 def layout_key(cohort: Cohort) -> tuple[Any, ...]:
-    """Graphs that agree on it can share a state."""
+    """Graphs that agree on it can share a state: a frame that turns is turned by all of them."""
     views = tuple((v.cache, structural_key(v.fn), v.klass) for v in cohort.views)
-    return (cohort.order, cohort.unified, cohort.capacity, cohort.slots, views)
+    turns = tuple(sorted(cohort.rotations))
+    return (cohort.order, cohort.unified, cohort.capacity, cohort.slots, views, turns)
 
 
 @dataclass
@@ -150,6 +120,7 @@ class CohortState:
         self.untrusted = False  # writes cannot be seen: views are made anew in every call
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: list[Stamp] | None = None
+        self.tables: dict[str, Stamp] = {}  # constants that tables are made from
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
         with torch.inference_mode(False):
             self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
@@ -280,399 +251,15 @@ class CohortState:
         """Constants of the session that entered the views: if one changed, so did every view."""
         have = stamps if self.consts is None else self.consts
         if len(have) != len(stamps) or not all(map(Stamp.same, have, stamps)):
-            for c in self.classes.values():
-                c.invalidate()
+            self.drop_views()
         self.consts = stamps
 
+    def check_tables(self, stamps: Mapping[str, Stamp]) -> None:
+        """Constants that tables are made from: keys of rows mean nothing once they changed."""
+        if any(k in self.tables and not self.tables[k].same(v) for k, v in stamps.items()):
+            self.drop_views()
+        self.tables.update(stamps)
 
-_CPU = torch.device("cpu")
-
-
-@dataclass
-class Refresh:
-    """Places ``at`` of a view class to compute again from raw contents ``cids``."""
-
-    klass: str
-    cids: np.ndarray
-    at: np.ndarray
-    rows: list[torch.Tensor]
-    readers: list[TableReader]
-    frame: np.ndarray | None
-
-
-@dataclass
-class Prepared:
-    """What one call needs, and what to note once it has run."""
-
-    extras: dict[Extra, torch.Tensor] = field(default_factory=dict)
-    refresh: list[Refresh] = field(default_factory=list)
-    places: dict[int, np.ndarray] = field(default_factory=dict)  # event -> place of each position
-    commit: Any = None
-
-
-class CohortRuntime:
-    """Prepares calls of one graph for one cohort; static, shared by all sessions."""
-
-    def __init__(self, index: int, cohort: Cohort, extras: Sequence[Extra]) -> None:
-        self.index, self.cohort = index, cohort
-        self.key = layout_key(cohort)
-        self.extras = [e for e in extras if e.cohort == index]
-        self.inputs = [c.info.index for c in cohort.caches]
-        self.readers: dict[str, dict[Any, list[TableReader]]] = {}  # class -> read -> operands
-        self.lead: dict[str, int] = {}
-        for v in cohort.views:
-            if not (cohort.unified and v.raw):
-                reads = self.readers.setdefault(v.klass, {})
-                for key in v.by_read:
-                    reads.setdefault(key, entries.readers(cohort, v, key))
-                self.lead[v.klass] = first_of_class(cohort, v)
-        counts: dict[int, int] = {}
-        for c in cohort.caches:
-            counts.update({k: s.count for k, s in c.sources.items()})
-        self.offsets: dict[int, int] = {}
-        total = 0
-        for k in sorted(counts):
-            self.offsets[k] = total
-            total += counts[k]
-        self.counts, self.fresh = counts, total
-        self.scales = list(cohort.scales())
-        self._tables = np.array([self.offsets.get(k, 0) for k in range(max(counts, default=0) + 1)])
-
-    # -- one call ------------------------------------------------------------------------------
-
-    def prepare(
-        self, st: CohortState, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
-    ) -> Prepared:
-        """Work out the coming call: index inputs, table rows, and what must be refreshed first.
-
-        Raises Fallback where the rewritten graph does not fit this call; nothing has changed then.
-        """
-        co, out = self.cohort, Prepared()
-        place = st.place.copy()
-        views = place if st.unified else st.view_place.copy()
-        start = views.copy()
-        noted = {k: dataclasses.replace(c, cid=c.cid.copy()) for k, c in st.classes.items()}
-        read: set[str] = set()
-        written: dict[str, set[int]] = {k: set() for k in noted}
-        for e, event in enumerate(co.events):
-            ids = evaluate(event.expr, env, memo).ravel()
-            cids = self._cids(st, ids)
-            fresh = ids < 0
-            if co.order == "ring":
-                where, new = views.hold(cids)
-                came = where
-                stale = new & ~fresh
-            else:
-                if len(np.unique(cids)) != len(cids):
-                    raise Fallback("one slot is read twice in a call")
-                came = views.order(cids)
-                where = np.arange(len(cids))
-                stale = (came < 0) & ~fresh
-                if e == 0 and stale.any():
-                    came[stale] = _room(start, came, int(stale.sum()))
-                for c in noted.values():
-                    c.follow(came)
-            if stale.any() and (st.unified or e > 0):
-                raise Fallback("a slot comes back after it was evicted in the same call")
-            out.places[e] = where
-            self._positions(out, e, event, ids, came, len(start.content))
-            for klass, c in noted.items():
-                if not self._reads(klass, event):
-                    continue
-                readers = self.readers[klass][event.expr.key]
-                rows = [r.rows(event.expr, ids, env, memo) for r in readers]
-                held = c.cid[where] == cids  # kept slots, and rows written earlier in this call
-                moved = np.zeros(len(ids), dtype=bool)
-                for have, want in zip(c.rows or [], rows, strict=bool(c.rows)):
-                    moved |= held & changed(have[torch.from_numpy(where)], want)
-                if klass in read and moved.any():
-                    raise Fallback("tables change between the reads of one call")
-                bad, turned = (~held & ~fresh) | moved, False
-                if klass not in read:
-                    bad, turned = self._turn(st, c, klass, rows, where, held, bad)
-                if bad.any():
-                    if klass in read or (e > 0 and co.order != "ring"):
-                        raise Fallback("tables change between the reads of one call")
-                    pick = torch.from_numpy(np.nonzero(bad)[0])
-                    picked = self._framed(c, klass, [r[pick] for r in rows])
-                    frame = None if self._in_rows(klass) else c.frame
-                    out.refresh.append(Refresh(klass, cids[bad], came[bad], picked, readers, frame))
-                first = fresh & ~held
-                for k, _ in event.present:
-                    if k not in written[klass]:
-                        at, _ = self._picked(ids, k)
-                        new = [r[torch.from_numpy(at)] for r in rows]
-                        new = self._framed(c, klass, new)
-                        self._table_inputs(out, e, k, klass, readers, new)
-                        c.cid[where[at]] = cids[at]
-                        written[klass].add(k)
-                c.cid[where[bad]] = cids[bad]
-                if (c.cid[where] != cids).any():
-                    raise Fallback("a fresh row comes back after it was dropped")
-                self._note_rows(c, klass, rows, where, bad | first, turned)
-                read.add(klass)
-        ids = evaluate(co.commit, env, memo).ravel()
-        cids = self._cids(st, ids)
-        if not st.unified:
-            self._commit_positions(out, place, ids, cids)
-        elif (place.find(cids) < 0).any():
-            raise Fallback("a stored slot was dropped on the way")
-        self._biases(out, env)
-        self._frames(out, noted)
-        out.commit = (place, views, noted, cids)
-        return out
-
-    def finish(self, st: CohortState, out: Prepared) -> None:
-        """Note that the call ran."""
-        place, view_place, noted, cids = out.commit
-        st.place = place
-        st.view_place = place if st.unified else view_place
-        st.classes = noted
-        st.cids = cids
-        st.next_cid += self.fresh
-
-    # -- pieces --------------------------------------------------------------------------------
-
-    def _cids(self, st: CohortState, ids: np.ndarray) -> np.ndarray:
-        out = np.empty_like(ids)
-        old = ids >= 0
-        out[old] = st.cids[ids[old]]
-        source, row = split_row_ids(ids[~old])
-        out[~old] = st.next_cid + self._tables[source] + row
-        return out
-
-    def _reads(self, klass: str, event: Event) -> bool:
-        return any(
-            v.klass == klass and any(u[2].expr.key == event.expr.key for u in v.uses)
-            for v in self.cohort.views
-        )
-
-    def _turn(
-        self, st: CohortState, c: ClassState, klass: str, rows: list[torch.Tensor],
-        where: np.ndarray, held: np.ndarray, bad: np.ndarray,
-    ) -> tuple[np.ndarray, bool]:  # fmt: skip
-        """Fold a rotation common to most held slots into the frame.
-
-        Returns the slots that stay bad, and whether the frame turned.
-        """
-        rot = self.cohort.rotations.get(klass)
-        if rot is None:
-            return bad, False
-        if c.frame is None or not held.any():
-            c.frame = np.ones(len(rot.perm), dtype=np.complex128)
-            c.turns = None
-        if not (bad & held).any() or c.rows is None:
-            return bad, False
-        at = np.nonzero(held)[0]
-        if c.turns is None:
-            c.turns = rot.turns(c.rows)
-        want = [r[torch.from_numpy(at)] for r in rows]
-        eps = max(torch.finfo(r.dtype).eps for r in want)
-        turn = common_turn(c.turns[where[at]], rot.turns(want), eps)
-        if turn is None or turn.odd.sum() >= (bad & held).sum():
-            return bad, False
-        frame = c.frame * turn.common
-        c.frame = frame / np.abs(frame)
-        # what the slots are turned by in effect: small differences must add up until they count
-        c.turns = c.turns * turn.common
-        st.counters.folds += 1
-        bad = bad.copy()
-        bad[at] = turn.odd
-        return bad, True
-
-    def _in_rows(self, klass: str) -> bool:
-        rot = self.cohort.rotations.get(klass)
-        return rot is not None and rot.inverse is not None
-
-    def _framed(self, c: ClassState, klass: str, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Table rows that also turn slots back into the frame, where rows can hold that."""
-        if not self._in_rows(klass) or c.frame is None:
-            return rows
-        return self.cohort.rotations[klass].turned_rows(rows, c.frame.conj())
-
-    def _note_rows(
-        self, c: ClassState, klass: str, rows: list[torch.Tensor], where: np.ndarray,
-        new: np.ndarray, turned: bool,
-    ) -> None:  # fmt: skip
-        """Note the rows that slots were made with; those of other slots stay as they were used."""
-        if c.rows is None:
-            new = np.ones_like(new)
-        if c.turns is not None and new.any():
-            pick = torch.from_numpy(np.nonzero(new)[0])
-            c.turns = c.turns.copy()
-            c.turns[where[new]] = self.cohort.rotations[klass].turns([r[pick] for r in rows])
-        note = np.ones_like(new) if turned else new
-        c.rows = _scattered(rows, c.rows, where, note, len(c.cid))
-
-    def _frames(self, out: Prepared, noted: dict[str, ClassState]) -> None:
-        """Cosine and sine by which fresh rows and queries are turned back into the frame."""
-        for e in self.extras:
-            if e.kind in ("fold", "unfold"):
-                klass = self.cohort.views[e.view].klass
-                frame = noted[klass].frame
-                assert frame is not None
-                value = frame.real if e.operand == 0 else -frame.imag
-                out.extras[e] = torch.from_numpy(value.copy()).to(e.dtype)
-            elif e.kind == "perm":
-                perm = self.cohort.rotations[self.cohort.views[e.view].klass].perm
-                self._put(out, e, perm)
-
-    def _picked(self, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of source ``k``'s rows, in row order, and the rows."""
-        source, row = split_row_ids(np.minimum(ids, -1))
-        at = np.nonzero((ids < 0) & (source == k))[0]
-        at = at[np.argsort(row[at], kind="stable")]
-        return at, row[at]
-
-    def _positions(
-        self, out: Prepared, e: int, event: Event, ids: np.ndarray, came: np.ndarray, capacity: int
-    ) -> None:
-        """Index inputs of an event: ``came`` is the place of each content (logical: before it)."""
-        offset, src = capacity, came.copy()
-        for k, m in event.present:
-            at, row = self._picked(ids, k)
-            if len(at) != m:
-                raise Fallback("another number of fresh rows is kept than when compiled")
-            if self.cohort.order == "ring":
-                self._put(out, Extra("index", self.index, e, k, shape=(m,)), came[at])
-            src[at] = offset + np.arange(m)
-            offset += m
-            if m < self.counts[k]:
-                self._put(out, Extra("select", self.index, e, k, shape=(m,)), row)
-        if int((ids < 0).sum()) != sum(m for _, m in event.present):
-            raise Fallback("fresh rows are kept that were not when compiled")
-        if self.cohort.order != "ring":
-            self._put(out, Extra("index", self.index, e, shape=(len(src),)), src)
-
-    def _commit_positions(
-        self, out: Prepared, place: Placement, ids: np.ndarray, cids: np.ndarray
-    ) -> None:
-        event = self.cohort.stored
-        assert event is not None
-        n = len(place.content)
-        if self.cohort.order == "ring":
-            came, new = place.hold(cids)
-            lost = new & (ids >= 0)
-        else:
-            came = place.order(cids)
-            lost = (came < 0) & (ids >= 0)
-        if lost.any():
-            raise Fallback("a stored slot comes from nowhere")
-        self._positions(out, -1, event, ids, came, n)
-
-    def _put(self, out: Prepared, extra: Extra, value: np.ndarray) -> None:
-        out.extras[extra] = torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64))
-
-    def _table_inputs(
-        self, out: Prepared, e: int, k: int, klass: str, readers: list[TableReader],
-        rows: list[torch.Tensor],
-    ) -> None:  # fmt: skip
-        for num, (reader, r) in enumerate(zip(readers, rows, strict=True)):
-            op = reader.operand
-            if not isinstance(op.node.meta["val"], torch.Tensor):
-                continue
-            extra = Extra(
-                "table", self.index, e, k, self.lead[klass], num,
-                shape=op.rows_shape(len(r)), dtype=op.dtype,
-            )  # fmt: skip
-            out.extras[extra] = shaped_rows(op, r, _CPU)
-
-    def _biases(self, out: Prepared, env: Mapping[fx.Node, Any]) -> None:
-        if self.cohort.order != "ring":
-            return
-        for num, b in enumerate(self.cohort.biases):
-            event = [e.expr.key for e in self.cohort.events].index(b.token[1])
-            where = out.places[event]
-            val = env[b.operand]
-            idx = np.empty(len(where), dtype=np.int64)
-            idx[where] = np.arange(len(where))
-            moved = val.index_select(b.axis, torch.from_numpy(idx))
-            extra = Extra(
-                "bias", self.index, event, operand=num, shape=tuple(val.shape), dtype=val.dtype
-            )
-            out.extras[extra] = moved
-
-
-def _room(start: Placement, used: np.ndarray, count: int) -> np.ndarray:
-    """``count`` places of ``start`` that nothing in ``used`` needs."""
-    free = np.ones(len(start.content), dtype=bool)
-    free[used[used >= 0]] = False
-    spots = np.nonzero(free)[0][:count]
-    if len(spots) < count:
-        raise Fallback("no room to bring slots back")
-    return spots
-
-
-def _scattered(
-    rows: list[torch.Tensor],
-    have: list[torch.Tensor] | None,
-    where: np.ndarray,
-    new: np.ndarray,
-    n: int,
-) -> list[torch.Tensor]:
-    """Stored rows with those of the positions ``new`` replaced."""
-    if have is None:
-        have, new = [torch.zeros((n, r.shape[1]), dtype=r.dtype) for r in rows], new | True
-    if not new.any():
-        return have
-    at, pick = torch.from_numpy(where[new]), torch.from_numpy(np.nonzero(new)[0])
-    out = [h.clone() for h in have]
-    for o, r in zip(out, rows, strict=True):
-        o[at] = r[pick]
-    return out
-
-
-def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    return target(*args, **kwargs)
-
-
-def turned(x: torch.Tensor, perm: np.ndarray, by: np.ndarray) -> torch.Tensor:
-    """x * c + x[perm] * s along the last axis, in float32 at least."""
-    dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    c, s = (torch.from_numpy(v.copy()).to(x.device, dtype) for v in (by.real, by.imag))
-    y = x.to(dtype)
-    return (y * c + y.index_select(-1, torch.from_numpy(perm).to(x.device)) * s).to(x.dtype)
-
-
-def refresh(
-    st: CohortState, views: Sequence[tuple[int, View]], r: Refresh, src: np.ndarray,
-    const: Any, rot: Rotation | None,
-) -> None:  # fmt: skip
-    """Compute places ``r.at`` of views with the very same work again, from raw slots at ``src``.
-
-    The work is slot-local, so the slots of all views go through it side by side, in one pass.
-    """
-    caches = st.caches()
-    first = views[0][1]
-    dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
-    at, idx = (torch.from_numpy(x).to(dev) for x in (r.at, src))
-    picked = [st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views]
-    n, count = len(src), len(views)
-    raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
-    raw = raw.reshape(with_slots(shape, dims, n * count))
-    values = {
-        t.operand.key: shaped_rows(t.operand, x.repeat(count, 1), dev)
-        for t, x in zip(r.readers, r.rows, strict=True)
-    }
-
-    def operand(o: Operand) -> Any:
-        return values[o.key] if o.role == "table" else const(o.node)
-
-    key = raw_fn(shape, dims, raw.dtype).key
-
-    def leaf(f: Fn) -> Any:
-        return raw if f.key == key else None
-
-    turns = rot is not None and r.frame is not None and (r.frame != 1).any()
-    pivot = rotated(first.fn) if turns else None
-
-    def framed(f: Fn) -> Any:
-        """The rotated subtree, turned back into the class's frame."""
-        if pivot is None or f.key != pivot.key:
-            return leaf(f)
-        return turned(emit(f, n * count, _run, leaf, operand), rot.perm, r.frame.conj())
-
-    out = emit(first.fn, n * count, _run, framed, operand)
-    out = out.reshape(first.storage_shape(n * count))
-    for (j, v), part in zip(views, out.split(n, first.axis), strict=True):
-        st.storages[j].index_copy_(v.axis, at, part)
+    def drop_views(self) -> None:
+        for c in self.classes.values():
+            c.invalidate()

@@ -1,0 +1,72 @@
+"""Makes places of views again from raw slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, with_slots
+from rtc.passes.analysis.tables import shaped_rows
+from rtc.passes.plan import View
+from rtc.passes.rotation import Rotation, rotated
+from rtc.runtime.prepare import Refresh
+from rtc.runtime.state import CohortState
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def turned(x: torch.Tensor, perm: np.ndarray, by: np.ndarray) -> torch.Tensor:
+    """x * c + x[perm] * s along the last axis, in float32 at least."""
+    dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    c, s = (torch.from_numpy(v.copy()).to(x.device, dtype) for v in (by.real, by.imag))
+    y = x.to(dtype)
+    return (y * c + y.index_select(-1, torch.from_numpy(perm).to(x.device)) * s).to(x.dtype)
+
+
+def refresh(
+    st: CohortState, views: Sequence[tuple[int, View]], r: Refresh, src: np.ndarray,
+    const: Any, rot: Rotation | None,
+) -> None:  # fmt: skip
+    """Compute places ``r.at`` of views with the very same work again, from raw slots at ``src``.
+
+    The work is slot-local, so the slots of all views go through it side by side, in one pass.
+    """
+    caches = st.caches()
+    first = views[0][1]
+    dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
+    at, idx = (torch.from_numpy(x).to(dev) for x in (r.at, src))
+    picked = [st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views]
+    n, count = len(src), len(views)
+    raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
+    raw = raw.reshape(with_slots(shape, dims, n * count))
+    values = {
+        t.operand.key: shaped_rows(t.operand, x.repeat(count, 1), dev)
+        for t, x in zip(r.readers, r.rows, strict=True)
+    }
+
+    def operand(o: Operand) -> Any:
+        return values[o.key] if o.role == "table" else const(o.node)
+
+    key = raw_fn(shape, dims, raw.dtype).key
+
+    def leaf(f: Fn) -> Any:
+        return raw if f.key == key else None
+
+    turns = rot is not None and r.frame is not None and (r.frame != 1).any()
+    pivot = rotated(first.fn) if turns else None
+
+    def framed(f: Fn) -> Any:
+        """The rotated subtree, turned back into the class's frame."""
+        if pivot is None or f.key != pivot.key:
+            return leaf(f)
+        return turned(emit(f, n * count, _run, leaf, operand), rot.perm, r.frame.conj())
+
+    out = emit(first.fn, n * count, _run, framed, operand)
+    out = out.reshape(first.storage_shape(n * count))
+    for (j, v), part in zip(views, out.split(n, first.axis), strict=True):
+        st.storages[j].index_copy_(v.axis, at, part)
