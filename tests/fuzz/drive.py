@@ -25,6 +25,9 @@ from .source import caches, slot_axis, source
 from .spec import Spec
 
 TOLERANCE = 1e-9  # of float64 values around 1; a wrong slot shows as 1e-3 or more
+# Keys that are rounded to a bfloat16 cache's own precision after RoPE: a fold of positions into the
+# queries rounds other values, as far off as eager's.
+ROUNDED = 3e-4
 _COUNT = itertools.count()
 
 
@@ -154,6 +157,7 @@ class Pair:
         self.random = random.Random(spec.seed + 1)
         self.snapshot: dict[str, Tensor] | None = None
         self.worst = 0.0
+        self.tolerance = ROUNDED if _rounds_after_rope(spec) else TOLERANCE
         self.last: Tensor | None = None
 
     def open(self) -> None:
@@ -201,7 +205,7 @@ class Pair:
         a, b = a.double(), b.detach().double()
         error = float((a - b).abs().max() / (1 + a.abs().max()))
         self.worst = max(self.worst, error)
-        if not error <= TOLERANCE:
+        if not error <= self.tolerance:
             raise Wrong(f"{what} is off by {error:.2e}")
 
     def look(self) -> None:
@@ -394,6 +398,11 @@ class Pair:
             and "BFTHD" not in (s.layout, s.layout_v)
         ):
             self.call(t + 500, step, n=s.new + 1)
+
+
+def _rounds_after_rope(spec: Spec) -> bool:
+    ops = spec.key_ops
+    return spec.dtype == "bfloat16" and "rope" in ops and "bf16" in ops[ops.index("rope") :]
 
 
 def _place(e: BaseException) -> str:

@@ -8,7 +8,30 @@ from . import drive, spec
 
 # Found something once, or cover what others do not: stacked caches, frames, several passes, masks
 # with prompt keys, parameters, rows made from the cache itself.
-SEEDS = (415, 7, 17, 41, 66, 72, 97, 132, 165, 175, 206, 275, 285, 3, 11, 29, 58, 84, 120)
+SEEDS = (
+    415,
+    7,
+    17,
+    41,
+    66,
+    72,
+    97,
+    132,
+    165,
+    175,
+    206,
+    275,
+    285,
+    3,
+    11,
+    13,
+    24,
+    29,
+    58,
+    84,
+    120,
+    734,
+)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
