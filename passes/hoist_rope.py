@@ -65,6 +65,12 @@ def run(ctx: Context) -> Outcome:
             cohort.refuse("hoist_rope", refusal)
             out.refused += [refusal] * len(work)
             continue
+        if _in_order(ctx, cohort):
+            note = (
+                "views stay in the program's own order: their slots are copied in every call, "
+                "which may cost more than the work that was moved (ring_cache writes in place)"
+            )
+            out.notes += [note] if note not in out.notes else []
         cohort.hoist = True
         out.applied += len(work)
     return out

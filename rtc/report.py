@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rtc.names import readable, source_name
 from rtc.options import Options
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.pipeline import Result
@@ -45,8 +46,8 @@ class GraphReport:
                     "enabled": enabled,
                     "matched": out.matched,
                     "applied": out.applied,
-                    "refused": [asdict(r) for r in out.refused],
-                    "notes": list(out.notes),
+                    "refused": [{**asdict(r), "reason": readable(r.reason)} for r in out.refused],
+                    "notes": [readable(n) for n in out.notes],
                 }
             )
         for cohort in result.plan.cohorts:
@@ -54,8 +55,7 @@ class GraphReport:
                 views = [v for v in cohort.views if v.cache == i]
                 self.caches.append(
                     {
-                        "name": c.info.source,
-                        "shape": [int(s) for s in c.info.node.meta["val"].shape],
+                        **_facts(c.info),
                         "slot_dims": list(c.dims),
                         "slots": c.slots,
                         "new_rows": sum(m for _, m in cohort.stored.present)
@@ -70,6 +70,23 @@ class GraphReport:
                         ),
                     }
                 )
+        for info, refusal in result.plan.unmatched:
+            self.caches.append(
+                {
+                    **_facts(info), "slot_dims": [], "slots": 0, "new_rows": 0, "order": "plain",
+                    "views": [], "view_bytes": 0, "refused": readable(refusal.reason),
+                }
+            )  # fmt: skip
+
+
+def _facts(info: InputInfo) -> dict[str, Any]:
+    val = info.node.meta["val"]
+    return {
+        "name": source_name(info.source),
+        "shape": [int(s) if isinstance(s, int) else str(s) for s in val.shape],
+        "dtype": str(val.dtype).removeprefix("torch."),
+        "bytes": val.dtype.itemsize * math.prod(s if isinstance(s, int) else 0 for s in val.shape),
+    }
 
 
 def _cache_nodes(gm: fx.GraphModule, indices: Sequence[int], result: Result) -> list[fx.Node]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from rtc.names import readable, source_name
 
 Graph = dict[str, Any]
 
@@ -12,19 +13,6 @@ WORK_LABELS = {
     "whole_cache_elements": "computed over whole caches",
     "copy_elements": "copied about in caches",
 }
-
-
-def source_name(name: str) -> str:
-    """Dynamo's ``L['self']._modules['caches']._modules['0']._buffers['k']`` as ``caches.0.k``."""
-    name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", name)
-    name = re.sub(r"^[LG]\['([^']+)'\]", r"\1", name)
-    return name.removeprefix("self.")
-
-
-def readable(text: str) -> str:
-    """A sentence with its sources named as in the user's code."""
-    parts = r"(?:\._(?:modules|buffers|parameters)\['[^']+'\])*"
-    return re.sub(rf"\b[LG]\['[^']+'\]{parts}", lambda m: source_name(m.group()), text)
 
 
 @dataclass(frozen=True)
