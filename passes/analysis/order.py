@@ -126,6 +126,11 @@ class OrderAnalysis:
             return ins[node.args[0]]  # type: ignore[index]
         if t in LAYOUT:
             return self._layout(node, ins)
+        if t in (aten.view_as_real.default, aten.view_as_complex.default):
+            o = ins[node.args[0]]  # type: ignore[index]
+            if o.dims[-1] >= len(shape_of(node)):
+                raise NotLocal("the slot axis is the complex pair")
+            return o  # the pair is the last axis: the others stay
         if is_pointwise(t):
             return self._pointwise(node, ins, token)
         first = node.args[0]
