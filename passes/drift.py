@@ -52,22 +52,31 @@ def common_turn(old: np.ndarray, new: np.ndarray, eps: float) -> Turn | None:
     """
     tol = 8 * eps  # rounding of two tables; more would be a silent error
     live = old != 0  # a turn of nothing is nothing
-    ratio = np.where(live, new / np.where(live, old, 1.0), 1.0)
-    pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (new == 0)).all(1)
+    if live.all():
+        ratio = new / old
+        pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1)
+    else:
+        ratio = np.where(live, new / np.where(live, old, 1.0), 1.0)
+        pure = (np.abs(np.abs(ratio) - 1.0) <= tol).all(1) & (live | (new == 0)).all(1)
     best: Turn | None = None
     # first, last, middle and quarter points: a turn shared by most slots shows at one of them
     for i in dict.fromkeys(int(q * (len(old) - 1)) for q in (0.5, 0.75, 0.25, 1.0, 0.0)):
         if not pure[i] or (best is not None and best.odd.sum() < len(old) / 2):
             continue
-        odd = (np.abs(ratio - ratio[i]) > tol).any(1) | ~pure
+        odd = (_square(ratio - ratio[i]) > tol * tol).any(1) | ~pure
         if best is None or odd.sum() < best.odd.sum():
             best = Turn(ratio[i] / np.abs(ratio[i]), odd)
     return best
 
 
+def _square(z: np.ndarray) -> np.ndarray:
+    return z.real * z.real + z.imag * z.imag
+
+
 def apart(old: np.ndarray, new: np.ndarray, eps: float) -> np.ndarray:
     """Mask of turns [n, D] that differ by more than rounding."""
-    return (np.abs(new - old) > 8 * eps * np.maximum(np.abs(old), np.abs(new))).any(1)
+    scale = np.maximum(_square(old), _square(new))
+    return (_square(new - old) > (8 * eps) ** 2 * scale).any(1)
 
 
 def drift(plan: CachePlan, cohort: Cohort) -> Drift:
@@ -143,7 +152,8 @@ def _look(
                 left = bad
                 if rot is not None:
                     eps = max(torch.finfo(r.dtype).eps for r in rows)
-                    turn = common_turn(rot.turns(have), rot.turns(want), eps)
+                    old_turns, new_turns = (rot.turns(r, half=True) for r in (have, want))
+                    turn = common_turn(old_turns, new_turns, eps)
                     if turn is not None and turn.odd.sum() < bad.sum():
                         folded += 1
                         left = turn.odd

@@ -60,14 +60,34 @@ class Rotation:
     c0: np.ndarray
     s0: np.ndarray
 
-    def turns(self, rows: list[torch.Tensor]) -> np.ndarray:
-        """[n, D] complex: rotation (and scale) of each feature pair for these table rows."""
-        return self._turns(np.concatenate([_real(r) for r in rows], axis=1))
+    def turns(self, rows: list[torch.Tensor], *, half: bool = False) -> np.ndarray:
+        """[n, D] complex: rotation (and scale) of each feature pair for these table rows.
 
-    def _turns(self, flat: np.ndarray) -> np.ndarray:
-        out = np.empty((len(flat), len(self.perm)), dtype=np.complex128)
-        out.real = _apply(flat, self._picks[0], self.a) + self.c0
-        out.imag = _apply(flat, self._picks[1], self.b) + self.s0
+        half: only the features ``half``, which tell the others.
+        """
+        flat = np.concatenate([_real(r) for r in rows], axis=1)
+        return self._turns(flat, self.half if half else slice(None))
+
+    def _turns(self, flat: np.ndarray, which: Any = slice(None)) -> np.ndarray:
+        real = _apply(flat, self._picks[0], self.a, which) + self.c0[which]
+        out = np.empty(real.shape, dtype=np.complex128)
+        out.real = real
+        out.imag = _apply(flat, self._picks[1], self.b, which) + self.s0[which]
+        return out
+
+    @functools.cached_property
+    def half(self) -> np.ndarray:
+        """One feature of each pair, where the other one turns the opposite way; else all."""
+        p, every = self.perm, np.arange(len(self.perm))
+        mirrored = np.array_equal(self.a[p], self.a) and np.array_equal(self.c0[p], self.c0)
+        mirrored &= np.array_equal(self.b[p], -self.b) and np.array_equal(self.s0[p], -self.s0)
+        return every[p >= every] if mirrored else every
+
+    def whole(self, turn: np.ndarray) -> np.ndarray:
+        """[D] from a turn of the features ``half``."""
+        out = np.ones(len(self.perm), dtype=np.complex128)
+        out[self.perm[self.half]] = turn.conj()
+        out[self.half] = turn
         return out
 
     @functools.cached_property
@@ -129,9 +149,11 @@ def _picks(m: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _apply(
-    flat: np.ndarray, picks: tuple[np.ndarray, np.ndarray] | None, m: np.ndarray
+    flat: np.ndarray, picks: tuple[np.ndarray, np.ndarray] | None, m: np.ndarray, which: Any
 ) -> np.ndarray:
-    return flat @ m.T if picks is None else flat[:, picks[0]] * picks[1]
+    if picks is None:
+        return flat @ m[which].T
+    return flat[:, picks[0][which]] * picks[1][which]
 
 
 def _real(rows: torch.Tensor) -> np.ndarray:

@@ -236,12 +236,13 @@ class CohortRuntime:
                     odd[at] |= changed(a, b)
             else:
                 eps = max(torch.finfo(r.dtype).eps for r in want)
-                old, new, lag = rot.turns(have), rot.turns(want), c.lag(where[at])
-                old = old if lag is None else old * lag
+                old, new = (rot.turns(r, half=True) for r in (have, want))
+                lag = c.lag(where[at])
+                old = old if lag is None else old * lag[:, rot.half]
                 odd[at] = apart(old, new, eps)
                 found = common_turn(old, new, eps) if fold and odd.any() else None
                 if found is not None and found.odd.sum() < odd.sum():
-                    odd[at], turn = found.odd, found.common
+                    odd[at], turn = found.odd, rot.whole(found.common)
             self.compared[key] = odd, turn
         odd, turn = self.compared[key]
         return odd.copy(), turn
