@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:100", help="first:last, or a comma-separated list")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lowering", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--step-graph", default="off", choices=("off", "simulate"))
     parser.add_argument("--quiet", action="store_true", help="print only what is not fine")
     parser.add_argument("--show", type=int, metavar="SEED", help="print a seed's spec and source")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="simplify a failing seed")
@@ -59,7 +60,7 @@ def main() -> int:
     import rtc
 
     specs, drive, source = load("spec"), load("drive"), load("source")
-    options = rtc.Options(lowering=args.lowering, warn=False)
+    options = rtc.Options(lowering=args.lowering, step_graph=args.step_graph, warn=False)
     if args.show is not None:
         spec = specs.draw(args.show, args.steps)
         print(specs.shown(spec), source.source(spec), sep="\n\n")

@@ -41,12 +41,13 @@ def run(
     *,
     calibrate: bool = False,
     write_back: bool = False,
+    lift: bool = False,
     on_pass: Callable[[str], None] = lambda name: None,
 ) -> Result:
     """Run the pipeline on ``gm`` in place.
 
     ``sample``: first call's int inputs; ``switches``: pass name -> enabled; ``on_pass`` is told the
-    name of each pass before it runs.
+    name of each pass before it runs; ``lift``: see ``Rewriter.run``.
     """
     on_pass("analysis")
     inputs = normalize.run(gm, inputs)
@@ -59,7 +60,7 @@ def run(
         if write_back or cohort.order == "logical":
             cohort.split()
     on_pass("rewrite")
-    rewritten = Rewriter(gm, ctx.plan).run()
+    rewritten = Rewriter(gm, ctx.plan).run(lift=lift)
     assert rewritten.gm is not None
     ctx.gm = rewritten.gm
     _run_stage("graph", ctx, outcomes, on_pass)

@@ -33,12 +33,16 @@ from rtc.passes.analysis.fn import (
     substituting,
     with_slots,
 )
-from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, shape_of
+from rtc.passes.analysis.host import Deps
+from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, is_pointwise, shape_of
 from rtc.passes.entries import raw_entry
 from rtc.passes.plan import Cache, CachePlan, Cohort, View
 from rtc.passes.rotation import rotated
 
 aten = torch.ops.aten
+
+
+_LIFTED = 1 << 20  # elements; a larger table is cheaper made on the device
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Extra:
     kind: "index" (positions of fresh rows, or the gather of a logical event), "select" (which rows
     of a source are kept), "table" (table rows for fresh rows), "view" (a storage), "bias" (an
     operand permuted along with the slots), "fold", "unfold" and "perm" (cosine, sine and pairing by
-    which queries and fresh rows of a view class are turned).
+    which queries and fresh rows of a view class are turned), "host" (another value that the host
+    works out: ``operand`` counts ``Rewritten.lifted``).
     """
 
     kind: str
@@ -70,6 +75,7 @@ class Rewritten:
     gm: fx.GraphModule | None = None
     # placeholders for calibrated maxima in the analysed graph, where constants are evaluated
     scales: dict[fx.Node, Extra] = field(default_factory=dict)
+    lifted: list[fx.Node] = field(default_factory=list)  # host values that are inputs now
 
 
 class Rewriter:
@@ -83,7 +89,9 @@ class Rewriter:
         self._scale_inputs: dict[fx.Node, fx.Node] = {}
         self._counts: dict[fx.Node, fx.Node] = {}
 
-    def run(self) -> Rewritten:
+    def run(self, *, lift: bool = False) -> Rewritten:
+        """``lift``: hand in small values that follow from Python ints, so that the device's own
+        graph is the same in every call."""
         for i, cohort in enumerate(self.plan.cohorts):
             if cohort.order != "plain":
                 self._scales(i, cohort)
@@ -94,6 +102,8 @@ class Rewriter:
         with self.graph.inserting_before(output):
             for counter, total in self._counts.items():
                 self.call(aten.copy_.default, (counter, total), {})
+        if lift:
+            self._lift()
         # The analysed graph keeps its nodes: the runtime evaluates host values from it. What the
         # device runs is a copy without the dead ones.
         self.out.gm = copied(self.gm)
@@ -103,6 +113,36 @@ class Rewriter:
         inputs = [n for n in self.out.gm.graph.nodes if n.op == "placeholder"]
         self.out.nodes = inputs[len(inputs) - len(self.out.extras) :]
         return self.out
+
+    def _lift(self) -> None:
+        """Where device work meets a value made from Python ints, the host's value comes in."""
+        host = self.plan.host
+        if not any(e.kind != "host" for e in self.out.extras):
+            return  # nothing was rewritten: the graph stays as it is
+        made: dict[Any, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if host.deps.get(node, Deps.DATA) & (Deps.INT | Deps.DATA) != Deps.INT:
+                continue
+            val = node.meta["val"]
+            for user in list(node.users):
+                if Deps.DATA not in host.deps.get(user, Deps.DATA) or user.op == "output":
+                    continue
+                if isinstance(val, torch.Tensor):
+                    if not all(isinstance(s, int) for s in val.shape) or val.numel() > _LIFTED:
+                        continue
+                    shape, dtype, device = tuple(val.shape), val.dtype, val.device
+                elif _takes_tensor(user, node):
+                    shape, device = (), user.meta["val"].device
+                    whole = isinstance(val, (int, torch.SymInt))
+                    dtype = torch.int64 if whole else torch.float64
+                else:
+                    continue
+                key = (host.key(node), dtype, device)
+                if key not in made:
+                    e = Extra("host", 0, operand=len(self.out.lifted), shape=shape, dtype=dtype)
+                    made[key] = self.extra(e, device)
+                    self.out.lifted.append(node)
+                user.replace_input_with(node, made[key])
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -406,6 +446,22 @@ class Rewriter:
                 val.device,
             )
             b.user.replace_input_with(b.operand, node)
+
+
+def _takes_tensor(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` takes a number in the places of ``node`` as a tensor just as well."""
+    if not isinstance(user.target, torch._ops.OpOverload) or not is_pointwise(user.target):
+        return False
+    if not isinstance(user.meta.get("val"), torch.Tensor):
+        return False
+    others = [a.meta["val"] for a in user.all_input_nodes if a is not node]
+    if any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in others):
+        return False  # a scalar does not decide the dtype beside another one; a tensor might
+    params = user.target._schema.arguments
+    at = [i for i, a in enumerate(user.args) if a is node]
+    if not at or any(a is node for a in user.kwargs.values()):
+        return False
+    return all(isinstance(params[i].type, torch.TensorType) for i in at)
 
 
 def _reduced(node: fx.Node) -> list[int]:

@@ -29,6 +29,7 @@ from rtc.passes.rewrite import copied
 from rtc.report import GraphReport
 from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.session import GraphRuntime, Session
+from rtc.runtime.step import Step
 
 aten = torch.ops.aten
 
@@ -126,6 +127,7 @@ class Compiler:
                 self.options.switches(),
                 calibrate=self.options.quantize == "calibrated",
                 write_back=self.options.write_back,
+                lift=self._step_graph(inputs),
                 on_pass=self.on_phase,
             )
         except IllegalCombination as e:
@@ -167,8 +169,17 @@ class Compiler:
             self.session, result, result.inputs, gm, run, fallback, measured,
             self.options.calibration_margin,
         )  # fmt: skip
+        if self._step_graph(inputs):
+            runtime.step = Step(runtime.rewritten, result, runtime.inputs)
+            report.notes += runtime.step.blockers
         runtime._boxed_call = True  # type: ignore[attr-defined]
         return runtime
+
+    def _step_graph(self, inputs: list[InputInfo]) -> bool:
+        """Whether steps are to be replayed from a captured graph."""
+        vals = [i.node.meta["val"] for i in inputs]
+        cuda = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
+        return self.options.step_graph == "simulate" or (cuda and self.options.step_graph == "auto")
 
     def _specialize(self, inputs: list[InputInfo], sample: dict[fx.Node, int]) -> None:
         """Raise Specialize for ints that fix sizes around a cache, the first time they are seen.

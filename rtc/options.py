@@ -24,6 +24,8 @@ class Options:
     write_back: keep the user's cache tensors in the program's order after every call, instead of on
         demand. Needed where rtc cannot see the tensors being read (``torch.compile(backend="rtc")``
         sets it).
+    step_graph: replay steps from a CUDA graph: captured once per session in its third call. "auto"
+        does so on a GPU; "off" never; "simulate" goes the same way without capturing (for tests).
     warn: print what the user should know once (plain calls, write-backs).
     """
 
@@ -36,6 +38,7 @@ class Options:
     lowering: str = "inductor"
     inductor: Mapping[str, Any] = field(default_factory=dict)
     write_back: bool = False
+    step_graph: str = "auto"
     warn: bool = True
 
     def __post_init__(self) -> None:
@@ -48,6 +51,10 @@ class Options:
             raise OptionsError(f"quantize is 'exact' or 'calibrated', not {self.quantize!r}")
         if self.lowering not in ("inductor", "eager"):
             raise OptionsError(f"lowering is 'inductor' or 'eager', not {self.lowering!r}")
+        if self.step_graph not in ("auto", "off", "simulate"):
+            raise OptionsError(
+                f"step_graph is 'auto', 'off' or 'simulate', not {self.step_graph!r}"
+            )
         if not self.calibration_margin >= 1.0:
             raise OptionsError("calibration_margin is a factor of 1.0 or more")
         object.__setattr__(self, "inductor", dict(self.inductor))

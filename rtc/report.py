@@ -28,6 +28,7 @@ class GraphReport:
     passes: list[dict[str, Any]] = field(default_factory=list)
     work: dict[str, dict[str, int]] = field(default_factory=dict)
     caches: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
     def before(self, gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> None:
@@ -149,6 +150,7 @@ class Report:
                     lines.append(f"    refused {r}")
                 for n in p["notes"]:
                     lines.append(f"    {n}")
+            lines += [f"  {n}" for n in g.notes]
             if g.work:
                 b, a = g.work["before"], g.work.get("after", {})
                 for k in b:

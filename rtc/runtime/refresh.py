@@ -20,12 +20,24 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
+def sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host value on its way to ``device``; from pinned memory, since the copy would wait."""
+    if device.type != "cuda":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)
+
+
+def _sent_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:
+    out = shaped_rows(op, rows, torch.device("cpu"))
+    return sent(out, device) if isinstance(out, torch.Tensor) else out
+
+
 def turned(x: torch.Tensor, perm: np.ndarray, by: np.ndarray) -> torch.Tensor:
     """x * c + x[perm] * s along the last axis, in float32 at least."""
     dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    c, s = (torch.from_numpy(v.copy()).to(x.device, dtype) for v in (by.real, by.imag))
+    c, s = (sent(torch.from_numpy(v.copy()).to(dtype), x.device) for v in (by.real, by.imag))
     y = x.to(dtype)
-    return (y * c + y.index_select(-1, torch.from_numpy(perm).to(x.device)) * s).to(x.dtype)
+    return (y * c + y.index_select(-1, sent(torch.from_numpy(perm), x.device)) * s).to(x.dtype)
 
 
 def refresh(
@@ -39,13 +51,13 @@ def refresh(
     caches = st.caches()
     first = views[0][1]
     dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
-    at, idx = (torch.from_numpy(x).to(dev) for x in (r.at, src))
+    at, idx = (sent(torch.from_numpy(x), dev) for x in (r.at, src))
     picked = [st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views]
     n, count = len(src), len(views)
     raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
     raw = raw.reshape(with_slots(shape, dims, n * count))
     values = {
-        t.operand.key: shaped_rows(t.operand, x.repeat(count, 1), dev)
+        t.operand.key: _sent_rows(t.operand, x.repeat(count, 1), dev)
         for t, x in zip(r.readers, r.rows, strict=True)
     }
 

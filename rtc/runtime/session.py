@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rtc.errors import StateError
+from rtc.graphs.step import CaptureError
 from rtc.passes.analysis.host import HostProgram, InputInfo
 from rtc.passes.analysis.layout import Fallback
 from rtc.passes.pipeline import Result
@@ -21,8 +22,9 @@ from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
 from rtc.runtime.prepare import CohortRuntime, Prepared
-from rtc.runtime.refresh import refresh
+from rtc.runtime.refresh import refresh, sent
 from rtc.runtime.state import CohortState, Counters, Handle, Stamp
+from rtc.runtime.step import Step
 
 
 @dataclass
@@ -137,6 +139,8 @@ class GraphRuntime:
         plan = result.plan
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
+        self.lifted = result.rewritten.lifted
+        self.step: Step | None = None  # replays steps, where that is wanted
         self.plan = plan
         self.cohorts = [
             CohortRuntime(i, c, self.extras, plan.host)
@@ -158,7 +162,7 @@ class GraphRuntime:
 
     def _program(self, *, tables: bool = False) -> HostProgram:
         """What the host works out in each call; ``tables``: whole tables too, to check keys."""
-        roots: set[fx.Node] = set()
+        roots: set[fx.Node] = set(self.lifted)
         for c in self.cohorts:
             roots |= self.plan.host_roots(c.cohort)
             for r in c.readers:
@@ -224,9 +228,8 @@ class GraphRuntime:
         }
         for c, st, prep in states:
             self._refresh(c, st, prep)
-        extras = [self._extra(e, states, args_in) for e in self.extras]
         try:
-            out = self.rewritten([*args_in, *extras])
+            out = self._run(args_in, states, env)
         except BaseException:
             for _, st, _ in states:
                 self._broken(st)
@@ -236,6 +239,21 @@ class GraphRuntime:
             c.finish(st, prep)
             self.session.touched.append(st)
         return out
+
+    def _run(self, args: list[Any], states: list[Any], env: Mapping[fx.Node, Any]) -> Any:
+        extras = [self._extra(e, states, args, env) for e in self.extras]
+        if self.step is not None and not self.step.blockers:
+            owner = states[0][1].steps
+            try:
+                return self.step(owner, args, extras, self.session.counters)
+            except CaptureError as e:
+                self.session.note(f"steps run without a CUDA graph: {e}")
+                self.step = None
+        return self.rewritten([*args, *(self._sent(x, args) for x in extras)])
+
+    def _sent(self, value: torch.Tensor, args: list[Any]) -> torch.Tensor:
+        device = args[self.cohorts[0].inputs[0]].device
+        return value if value.device == device else sent(value, device)
 
     def _calibrate(self, args: list[Any]) -> Any:
         """The first call of a session: the plain graph, its whole-cache maxima noted."""
@@ -350,17 +368,21 @@ class GraphRuntime:
                         refresh(st, part, r, src, self.const, rot)
             st.counters.refreshed_slots += len(r.cids)
 
-    def _extra(self, e: Extra, states: list[Any], args: list[Any]) -> torch.Tensor:
-        c, st, prep = next(s for s in states if s[0].index == e.cohort)
+    def _extra(
+        self, e: Extra, states: list[Any], args: list[Any], env: Mapping[fx.Node, Any]
+    ) -> torch.Tensor:
+        """The value of a new input: state on its device, what the host worked out on the CPU."""
+        if e.kind == "host":
+            value = torch.as_tensor(env[self.lifted[e.operand]], dtype=e.dtype)
+            return value.reshape(e.shape)
+        _, st, prep = next(s for s in states if s[0].index == e.cohort)
         if e.kind == "view":
             return st.storages[e.view]
         if e.kind == "scale":
             return st.scales[e.operand]
         if e.kind == "saturated":
             return st.saturated
-        value = prep.extras[e]
-        device = args[c.inputs[0]].device
-        return value if value.device == device else value.to(device, non_blocking=True)
+        return prep.extras[e]
 
 
 # Refreshed rows of several views go through their work side by side, as many as stay in a CPU's

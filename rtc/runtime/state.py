@@ -77,6 +77,7 @@ class Counters:
     materializations: int = 0
     refreshed_slots: int = 0
     folds: int = 0
+    replays: int = 0  # calls served from a captured graph
 
 
 def _device(cohort: Cohort) -> torch.device:
@@ -120,6 +121,7 @@ class CohortState:
         self.untrusted = False  # writes cannot be seen: views are made anew in every call
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: list[Stamp] | None = None
+        self.steps: dict[Any, Any] = {}  # captured steps that run on this state
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
         with torch.inference_mode(False):

@@ -1,0 +1,168 @@
+"""A step captured once and replayed: static inputs, one copy of host values a call, teardown.
+
+Knows callables and tensors, no passes. On the CPU nothing can be captured: there a replay runs the
+callable again on the same static inputs, which is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WARM_UP = 2  # calls before capture: kernels are compiled, tuned and loaded there
+_ALIGN = 16  # bytes, as Triton's vector loads want
+_DEPTH = 4  # host buffers in flight
+
+
+class CaptureError(RuntimeError):
+    """The step could not be captured; it runs without a graph from now on."""
+
+
+class Staging:
+    """Small host tensors in one device buffer: ``device`` are views of it, of fixed addresses.
+
+    One transfer a call, from a pinned buffer that is not written again before it was read.
+    """
+
+    def __init__(
+        self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+    ) -> None:
+        offsets, size = [], 0
+        for shape, dtype in specs:
+            offsets.append(size)
+            n = torch.Size(shape).numel() * dtype.itemsize
+            size += -(-n // _ALIGN) * _ALIGN
+        self.cuda = device.type == "cuda"
+        self._buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
+        self._hosts = [
+            torch.zeros(max(size, 1), dtype=torch.uint8, pin_memory=self.cuda)
+            for _ in range(_DEPTH if self.cuda else 1)
+        ]
+        self._events = [torch.cuda.Event() for _ in self._hosts] if self.cuda else []
+        self._turn = 0
+        self.device = _views(self._buffer, specs, offsets)
+        self._views = [_views(h, specs, offsets) for h in self._hosts]
+
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        """Send one call's values; returns before they have arrived (stream order holds)."""
+        i = self._turn = (self._turn + 1) % len(self._hosts)
+        if self.cuda:
+            self._events[i].synchronize()  # calls ago: does not wait in practice
+        for view, value in zip(self._views[i], values, strict=True):
+            view.copy_(value)
+        self._buffer.copy_(self._hosts[i], non_blocking=True)
+        if self.cuda:
+            self._events[i].record()
+
+
+def _views(
+    buffer: torch.Tensor, specs: Sequence[tuple[Sequence[int], torch.dtype]],
+    offsets: Sequence[int],
+) -> list[torch.Tensor]:  # fmt: skip
+    out = []
+    for (shape, dtype), at in zip(specs, offsets, strict=True):
+        n = torch.Size(shape).numel() * dtype.itemsize
+        out.append(buffer[at : at + n].view(dtype).view(tuple(shape)))
+    return out
+
+
+@dataclass
+class _Graph:
+    graph: Any
+    outputs: Any
+
+
+class StepGraph:
+    """Replays ``run(args)`` for arguments at fixed addresses.
+
+    ``fixed`` are tensors used where they are (weights, caches, views): :meth:`moved` tells whether
+    one lies elsewhere now, and the step must be captured anew. ``copied`` are the call's own
+    tensors, copied into static ones. Outputs are clones: the next replay overwrites its own.
+    """
+
+    def __init__(self, run: Callable[[list[Any]], Any]) -> None:
+        self.run = run
+        self.calls = 0
+        self._graph: _Graph | None = None
+        self._static: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def moved(self, fixed: Sequence[torch.Tensor]) -> bool:
+        return bool(self._addresses) and self._addresses != [t.data_ptr() for t in fixed]
+
+    def fits(self, copied: Sequence[torch.Tensor]) -> bool:
+        return not self._static or all(
+            s.shape == t.shape and s.dtype == t.dtype and s.stride() == t.stride()
+            for s, t in zip(self._static, copied, strict=True)
+        )
+
+    def __call__(
+        self, fixed: Sequence[torch.Tensor], copied: Sequence[torch.Tensor],
+        arrange: Callable[[Sequence[torch.Tensor]], list[Any]],
+    ) -> Any:  # fmt: skip
+        """``arrange(static)`` puts static inputs in place of ``copied`` into the argument list."""
+        if not self._static:
+            with torch.inference_mode(False):  # kept for calls in any mode
+                self._static = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    for t in copied
+                ]
+            self._addresses = [t.data_ptr() for t in fixed]
+        for s, t in zip(self._static, copied, strict=True):
+            s.copy_(t)
+        self.calls += 1
+        if self._graph is None and self.calls > WARM_UP:
+            self._graph = self._capture(arrange(self._static))
+        if self._graph is None:
+            return _cloned(self.run(arrange(self._static)), self._static)
+        self._graph.graph.replay()
+        return _cloned(self._graph.outputs, None)
+
+    def _capture(self, args: list[Any]) -> _Graph:
+        if not any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
+            return _simulated(self.run, args)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outputs = self.run(list(args))
+        except Exception as e:
+            raise CaptureError(f"{type(e).__name__}: {e}") from e
+        return _Graph(graph, outputs)
+
+
+class _Rerun:
+    def __init__(self, graph: _Graph, run: Callable[[list[Any]], Any], args: list[Any]) -> None:
+        self.holder, self.run, self.args = graph, run, args
+
+    def replay(self) -> None:
+        self.holder.outputs = self.run(list(self.args))
+
+
+def _simulated(run: Callable[[list[Any]], Any], args: list[Any]) -> _Graph:
+    graph = _Graph(None, None)
+    graph.graph = _Rerun(graph, run, args)
+    return graph
+
+
+def _cloned(out: Any, static: Sequence[torch.Tensor] | None) -> Any:
+    """Outputs of the caller's own; ``static``: clone only what may be one of these."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if static is None:
+            return x.clone()
+        mine = x.untyped_storage().data_ptr()
+        return x.clone() if any(mine == s.untyped_storage().data_ptr() for s in static) else x
+
+    return torch.utils._pytree.tree_map(one, out)
+
+
+__all__ = ["WARM_UP", "CaptureError", "Staging", "StepGraph"]

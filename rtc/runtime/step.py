@@ -1,0 +1,72 @@
+"""Replays of one graph's steps: which inputs stay where they are, which are copied or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rtc.graphs.step import Staging, StepGraph
+from rtc.passes.analysis.host import InputInfo
+from rtc.passes.pipeline import Result
+from rtc.runtime.state import Counters
+
+_STATE = ("view", "scale", "saturated")  # extras that live on the device, at fixed addresses
+
+
+class Step:
+    """``blockers``: why steps cannot be captured (a changing number that the device code uses)."""
+
+    def __init__(
+        self, run: Callable[[list[Any]], Any], result: Result, inputs: Sequence[InputInfo]
+    ) -> None:
+        self.run = run
+        extras = result.rewritten.extras
+        self.sent = [i for i, e in enumerate(extras) if e.kind not in _STATE]
+        self.kept = [i for i, e in enumerate(extras) if e.kind in _STATE]
+        gm = result.rewritten.gm
+        assert gm is not None
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        caches = {c.info.index for cohort in result.plan.cohorts for c in cohort.caches}
+        used = [i for i in inputs if not i.is_int and places[i.index].users]
+        # what a call brings along may lie anywhere; caches and attributes stay
+        self.copied = [
+            i.index for i in used
+            if not (i.attribute or i.parameter or i.mutated or i.part or i.index in caches)
+        ]  # fmt: skip
+        self.fixed = [i.index for i in used if i.index not in set(self.copied)]
+        users = [(i, u) for i in inputs if i.is_int for u in places[i.index].users]
+        self.blockers = [
+            f"no CUDA graph: {u.name} uses {i.source}, which changes from call to call"
+            for i, u in users[:1]
+        ]
+        self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
+
+    def __call__(
+        self, owner: dict[Any, Any], args: list[Any], extras: list[torch.Tensor],
+        counters: Counters,
+    ) -> Any:  # fmt: skip
+        """Run one call. ``owner``: the captured steps of the state that the call runs on."""
+        fixed = [args[i] for i in self.fixed] + [extras[i] for i in self.kept]
+        copied = [args[i] for i in self.copied]
+        have = owner.get(id(self))
+        if have is None or have[1].moved(fixed) or not have[1].fits(copied):
+            device = extras[self.kept[0]].device if self.kept else fixed[0].device
+            with torch.inference_mode(False):  # kept for calls in any mode
+                staging = Staging(self.specs, device)
+            have = owner[id(self)] = staging, StepGraph(self.run)
+        staging, graph = have
+        staging.put([extras[i] for i in self.sent])
+
+        def arrange(static: Sequence[torch.Tensor]) -> list[Any]:
+            out, new = list(args), list(extras)
+            for i, s in zip(self.copied, static, strict=True):
+                out[i] = s
+            for i, s in zip(self.sent, staging.device, strict=True):
+                new[i] = s
+            return [*out, *new]
+
+        out = graph(fixed, copied, arrange)
+        counters.replays += graph.captured
+        return out

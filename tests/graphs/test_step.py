@@ -1,0 +1,59 @@
+"""Staging and replay without a GPU: a replay runs the callable again on the same static inputs."""
+
+import pytest
+import torch
+
+import rtc
+from rtc.graphs.step import WARM_UP, Staging, StepGraph
+from tests.forms.registry import run
+from tests.forms.test_forms import BY_NAME, compile_with
+
+CPU = torch.device("cpu")
+
+
+def test_staged_values_keep_their_addresses():
+    staging = Staging([((3,), torch.int64), ((), torch.float32), ((2, 2), torch.complex64)], CPU)
+    where = [t.data_ptr() for t in staging.device]
+    for i in range(6):
+        values = [torch.arange(3) + i, torch.tensor(0.5 * i), torch.full((2, 2), complex(i, -i))]
+        staging.put(values)
+        for have, want in zip(staging.device, values, strict=True):
+            assert torch.equal(have, want.to(have.dtype))
+    assert where == [t.data_ptr() for t in staging.device]
+    assert all(w % 16 == 0 for w in where)
+
+
+def test_a_replay_reads_this_call_s_tensors_and_keeps_its_outputs_apart():
+    weight = torch.randn(4, 4)
+    step = StepGraph(lambda args: [args[0] @ args[1]])
+    kept = []
+    for i in range(5):
+        x = torch.full((2, 4), float(i))
+        (y,) = step([weight], [x], lambda static: [*static, weight])
+        kept.append((x, y))
+        assert step.captured == (i >= WARM_UP)
+    for x, y in kept:
+        torch.testing.assert_close(y, x @ weight)
+
+
+def test_moved_and_reshaped_inputs_are_noticed():
+    weight, x = torch.randn(4, 4), torch.randn(2, 4)
+    step = StepGraph(lambda args: [args[0] @ args[1]])
+    assert not step.moved([weight])
+    step([weight], [x], lambda static: [*static, weight])
+    assert not step.moved([weight])
+    assert step.fits([torch.randn(2, 4)])
+    assert step.moved([weight.clone()])
+    assert not step.fits([torch.randn(3, 4)])
+
+
+FORMS = [
+    "rope_half", "rope_complex64", "layout_2bhsd", "position_reset_sink", "home_list_of_dicts",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_by_replay(name):
+    options = rtc.Options(lowering="eager", step_graph="simulate")
+    result = run(BY_NAME[name], compile_with(options))
+    assert result.report["runtime"]["replays"] > 50
