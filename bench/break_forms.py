@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 import rtc
-from rtc import backend, compiled
-from rtc.passes import drift, pipeline, ring_cache
+from rtc import backend
+from rtc.passes import pipeline, ring_cache
 from rtc.passes.analysis.host import Deps, InputInfo
 from rtc.passes.analysis.order import OrderAnalysis
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import LocalAnalysis
 from rtc.passes.plan import Refusal
-from rtc.runtime import guard, owners, session
+from rtc.runtime import owners, prepare, session
 from rtc.runtime.prepare import CohortRuntime
 from rtc.runtime.session import GraphRuntime
 from rtc.runtime.state import CohortState
@@ -88,7 +88,57 @@ def mutant(where: Any, attribute: str) -> Callable[[Callable[[Any], Any]], Calla
     return register
 
 
-# What breaks many forms stands first, so that most forms fall early.
+# Breaks of one kind of form stand first, then those that fell most, then what spares few forms: so
+# that a form falls to something of its own, and early.
+
+
+@mutant(CohortRuntime, "_biases")
+def bias_not_permuted(original):
+    """Masks and biases by slot stay in the program's order under a ring."""
+
+    def broken(self, out, env):
+        original(self, out, env)
+        for extra in out.extras:
+            if extra.kind == "bias":
+                out.extras[extra] = env[self.cohort.biases[extra.operand].operand]
+
+    return broken
+
+
+@mutant(OrderAnalysis, "__post_init__")
+def order_ignored(original):
+    """Consumers that go by the order of the slots are not noticed."""
+
+    def broken(self):
+        original(self)
+        self.sensitive.clear()
+
+    return broken
+
+
+@mutant(CohortRuntime, "_frames")
+def frame_ignored(original):
+    """Queries are not turned when the frame is."""
+
+    def broken(self, out, noted):
+        still = {
+            k: c if c.frame is None else dataclasses.replace(c, frame=np.ones_like(c.frame))
+            for k, c in noted.items()
+        }
+        original(self, out, still)
+
+    return broken
+
+
+@mutant(CohortRuntime, "_table_inputs")
+def table_row_late(original):
+    """Fresh rows get the table row of the slot before."""
+
+    def broken(self, out, e, k, klass, readers, rows):
+        late = [r.roll(1, 0) for r in rows]
+        original(self, out, e, k, klass, readers, late)
+
+    return broken
 
 
 @mutant(CohortRuntime, "_positions")
@@ -107,59 +157,10 @@ def place_off_by_one(original):
     return broken
 
 
-@mutant(OrderAnalysis, "__post_init__")
-def order_ignored(original):
-    """Consumers that go by the order of the slots are not noticed."""
-
-    def broken(self):
-        original(self)
-        self.sensitive.clear()
-
-    return broken
-
-
-@mutant(CohortRuntime, "_biases")
-def bias_not_permuted(original):
-    """Masks and biases by slot stay in the program's order under a ring."""
-
-    def broken(self, out, env):
-        original(self, out, env)
-        for extra in out.extras:
-            if extra.kind == "bias":
-                out.extras[extra] = env[self.cohort.biases[extra.operand].operand]
-
-    return broken
-
-
-@mutant(CohortRuntime, "_table_inputs")
-def table_row_late(original):
-    """Fresh rows get the table row of the slot before."""
-
-    def broken(self, out, e, k, klass, readers, rows):
-        late = [r.roll(1, 0) for r in rows]
-        original(self, out, e, k, klass, readers, late)
-
-    return broken
-
-
 @mutant(GraphRuntime, "_refresh")
 def refresh_skipped(original):
     """Slots of a view that are out of date are not made anew."""
     return lambda self, c, st, prep: None
-
-
-@mutant(CohortRuntime, "_frames")
-def frame_ignored(original):
-    """Queries are not turned when the frame is."""
-
-    def broken(self, out, noted):
-        still = {
-            k: c if c.frame is None else dataclasses.replace(c, frame=np.ones_like(c.frame))
-            for k, c in noted.items()
-        }
-        original(self, out, still)
-
-    return broken
 
 
 @mutant(CohortRuntime, "_framed")
@@ -168,7 +169,7 @@ def fresh_row_not_framed(original):
     return lambda self, c, klass, rows: rows
 
 
-@mutant(drift, "apart")
+@mutant(prepare, "apart")
 def turn_not_seen(original):
     """Kept slots are never found to have turned."""
     return lambda old, new, eps: np.zeros(len(old), dtype=bool)
@@ -211,12 +212,6 @@ def wrong_half(original):
     return broken
 
 
-@mutant(guard, "alone")
-def alias_not_seen(original):
-    """A cache is taken for rtc's own though the user holds a view of it."""
-    return lambda t: True
-
-
 @mutant(backend, "_owned")
 def other_graph_not_told(original):
     """A graph without caches of its own reads what another one keeps in ring order."""
@@ -233,17 +228,6 @@ def data_on_host(original):
 def no_consent_needed(original):
     """Whole-cache maxima are calibrated without the user's consent."""
     return lambda *args, **kwargs: original(*args, **{**kwargs, "calibrate": True})
-
-
-@mutant(LocalAnalysis, "_along")
-def scan_is_local(original):
-    """A scan along the slots counts as work on one slot."""
-
-    def broken(self, node):
-        v = self.val(node.args[0])
-        return self.op(node, v.dims, v.expr)
-
-    return broken
 
 
 @mutant(LocalAnalysis, "_rule")
@@ -284,12 +268,6 @@ def passes_off(original):
 def host_read_allowed(original):
     """A host read in Dynamo's graph is not looked for."""
     return lambda gm: None
-
-
-@mutant(compiled, "host_read")
-def host_read_not_named(original):
-    """A trace that fails at a host read says so in torch's words."""
-    return lambda error: None
 
 
 @mutant(backend.Compiler, "_lower")

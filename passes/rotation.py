@@ -98,7 +98,7 @@ class Rotation:
         """
         if any(p is None for p in self._picks):
             return None
-        both = np.concatenate([self.a, self.b])
+        both = np.concatenate([self.a[self.half], self.b[self.half]])
         if (np.abs(both).max(axis=0) == 0).any():
             return None  # an entry that nothing shows
         src = np.abs(both).argmax(axis=0)
@@ -112,19 +112,28 @@ class Rotation:
         frame = np.where(lower, frame, frame[self.perm].conj())
         flat = gen.standard_normal((3, both.shape[1]))
         z = self._turns(flat) * frame
-        again = self._turns(self._back(z, src, weight))
+        again = self._turns(self._back(z[:, self.half], src, weight))
         return (src, weight) if np.allclose(again, z, rtol=0, atol=1e-9) else None
 
     def _back(self, z: np.ndarray, src: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        out = np.concatenate([z.real - self.c0, z.imag - self.s0], axis=1)
-        return out[:, src] / weight
+        """Table entries from turns of the features ``half``."""
+        k = len(self.half)
+        c0, s0 = self.c0[self.half], self.s0[self.half]
+        out = np.concatenate([z.real - c0, z.imag - s0], axis=1) if (c0.any() or s0.any()) else None
+        if out is not None:
+            return out[:, src] / weight
+        flat = np.empty((len(z), len(src)))
+        real = src < k
+        flat[:, real] = np.take(z.real, src[real], axis=1) / weight[real]
+        flat[:, ~real] = np.take(z.imag, src[~real] - k, axis=1) / weight[~real]
+        return flat
 
     def turned_rows(self, rows: list[torch.Tensor], by: np.ndarray) -> list[torch.Tensor]:
         """Table rows that turn by ``by`` [D] complex more; needs ``inverse``."""
         assert self.inverse is not None
         if (by == 1).all() or not len(rows[0]):
             return rows
-        flat = self._back(self.turns(rows) * by, *self.inverse)
+        flat = self._back(self.turns(rows, half=True) * by[self.half], *self.inverse)
         out, at = [], 0
         for r in rows:
             k = r.shape[1] * (2 if r.is_complex() else 1)
@@ -153,7 +162,7 @@ def _apply(
 ) -> np.ndarray:
     if picks is None:
         return flat @ m[which].T
-    return flat[:, picks[0][which]] * picks[1][which]
+    return np.take(flat, picks[0][which], axis=1) * picks[1][which]
 
 
 def _real(rows: torch.Tensor) -> np.ndarray:

@@ -41,50 +41,71 @@ from rtc.passes.analysis.slots import COPIES, is_pointwise, shape_of
 
 aten = torch.ops.aten
 
-# (grid, kept axes): how a flat row number becomes one of a grid with fewer axes
-Projection = tuple[tuple[int, ...], tuple[int, ...]]
+
+@dataclass(frozen=True)
+class Projection:
+    """How a flat row number becomes one of a grid with fewer axes."""
+
+    grid: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    def __call__(self, rows: np.ndarray, env: Mapping[fx.Node, Any]) -> np.ndarray:
+        at = np.unravel_index(rows, self.grid)
+        sub = tuple(self.grid[i] for i in self.kept)
+        return np.ravel_multi_index(tuple(at[i] for i in self.kept), sub)
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return set()
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How a row number of a slice becomes one of the ``n`` rows that it was cut from."""
+
+    start: Any  # an int, or a host node
+    step: int
+    n: int
+
+    def __call__(self, rows: np.ndarray, env: Mapping[fx.Node, Any]) -> np.ndarray:
+        start = int(env[self.start]) if isinstance(self.start, fx.Node) else self.start
+        return min(start if start >= 0 else max(start + self.n, 0), self.n) + rows * self.step
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return {self.start} if isinstance(self.start, fx.Node) else set()
+
+
+Path = tuple[Projection | Shift, ...]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """``node``'s values along ``axes``, at the rows that ``path`` projects to.
+    """``node``'s values along ``axes``, at the rows that ``path`` leads to.
 
-    kind: "value" (the values are the key), "row" (a constant: the row number is the key), "slice"
-    (rows of a constant from a changing start) or "const" (a constant, the same for all rows: no
-    key).
+    kind: "value" (the values are the key), "row" (a constant: the row number is the key) or "const"
+    (a constant, the same for all rows: no key).
     """
 
     kind: str
     node: fx.Node
     axes: tuple[int, ...]
-    path: tuple[Projection, ...] = ()
-    start: Any = 0
-    step: int = 1
+    path: Path = ()
 
     @property
     def nodes(self) -> set[fx.Node]:
-        return {self.node} | ({self.start} if isinstance(self.start, fx.Node) else set())
-
-    def at(self, rows: np.ndarray) -> np.ndarray:
-        """Row numbers in the leaf's own grid."""
-        for grid, kept in self.path:
-            at = np.unravel_index(rows, grid)
-            sub = tuple(grid[i] for i in kept)
-            rows = np.ravel_multi_index(tuple(at[i] for i in kept), sub)
-        return rows
+        return {self.node}.union(*(p.nodes for p in self.path))
 
     def keys(self, env: Mapping[fx.Node, Any], rows: np.ndarray) -> torch.Tensor:
         """[n, width]: equal keys mean equal rows."""
         if self.kind == "const":
             return torch.empty((len(rows), 0))
-        at = self.at(rows)
+        for part in self.path:
+            rows = part(rows, env)
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
         if self.kind == "value":
-            return _flat(env[self.node], self.axes)[torch.from_numpy(at)]
-        if self.kind == "slice":
-            start = self.start if not isinstance(self.start, fx.Node) else int(env[self.start])
-            n = env[self.node].shape[self.axes[0]]
-            at = min(start if start >= 0 else max(start + n, 0), n) + at * self.step
-        return torch.from_numpy(np.ascontiguousarray(at, dtype=np.int64))[:, None]
+            return _flat(env[self.node], self.axes)[torch.from_numpy(rows)]
+        return torch.from_numpy(rows)[:, None]
 
     def values(self, env: Mapping[fx.Node, Any], keys: torch.Tensor) -> Any:
         """The rows that ``keys`` stand for, shaped for :func:`emit`: slot axes (1, .., n)."""
@@ -148,7 +169,7 @@ def trivial(node: fx.Node, axes: tuple[int, ...], grid: tuple[int, ...]) -> RowT
     """The table as its own leaf."""
     shape = shape_of(node)
     sizes = tuple(shape[a] for a in axes)
-    path = () if sizes == grid else ((grid, _kept(sizes, grid)),)
+    path: Path = () if sizes == grid else (Projection(grid, _kept(sizes, grid)),)
     leaf = Leaf("value", node, axes, path)
     return RowTable(_operand(leaf), (leaf,), axes, ("table", off_slots(shape, axes)))
 
@@ -193,10 +214,7 @@ class _Finder:
         shape = shape_of(leaf.node)
         return leaf.kind, off_slots(shape, leaf.axes), leaf.axes, leaf.node.meta["val"].dtype
 
-    def go(
-        self, node: fx.Node, axes: tuple[int, ...], grid: tuple[int, ...],
-        path: tuple[Projection, ...],
-    ) -> Any:  # fmt: skip
+    def go(self, node: fx.Node, axes: tuple[int, ...], grid: tuple[int, ...], path: Path) -> Any:
         key = (node, axes, grid, path)
         if key not in self.memo:
             self.memo[key] = self._find(node, axes, grid, path)
@@ -210,7 +228,7 @@ class _Finder:
         if all(s == 1 for s in sizes):
             return self._const(node)
         changing = Deps.INT in self.host.deps[node]
-        own = path if sizes == grid else (*path, (grid, _kept(sizes, grid)))
+        own = path if sizes == grid else (*path, Projection(grid, _kept(sizes, grid)))
         if math.prod(shape) == math.prod(sizes):
             return self._leaf(Leaf("value", node, axes, own))
         mark = len(self.leaves)
@@ -278,7 +296,7 @@ class _Finder:
             return self._shaped(node, axes, self.go(x, new, grid, path))
         sizes = tuple(dst[a] for a in axes)
         if sizes != grid:
-            path = (*path, (grid, _kept(sizes, grid)))
+            path = (*path, Projection(grid, _kept(sizes, grid)))
         new = shapes.reshape_dims(dst, src, axes)
         sub = tuple(src[a] for a in new)
         if math.prod(sub) != math.prod(sizes):
@@ -323,7 +341,7 @@ class _Finder:
             sub, sub_path = grid, path
             if len(have) < len(axes):
                 sub = tuple(grid[i] for i in have)
-                sub_path = (*path, (grid, tuple(have)))
+                sub_path = (*path, Projection(grid, tuple(have)))
             return self.go(a, tuple(axes[i] - off for i in have), sub, sub_path)
 
         args = conv(node.args)
@@ -358,13 +376,13 @@ class _Finder:
             if any(isinstance(a, fx.Node) for a in node.args[1:]):
                 raise NotLocal("cut at a changing place")
             return self._made(node, axes, (self.go(x, axes, grid, path), *node.args[1:]))
-        if len(axes) != 1 or shape_of(node)[axes[0]] != grid[0] or not isinstance(step, int):
+        n = shape_of(x)[axis]
+        if len(axes) != 1 or shape_of(node)[axis] != grid[0] or not isinstance(step, int):
             raise NotLocal("cut along several row axes")
-        if Deps.INT in self.host.deps[x]:
-            raise NotLocal("rows of a changing table")
-        if isinstance(start, (fx.Node, int)) or start is None:
-            return self._leaf(Leaf("slice", x, axes, path, start or 0, step))
-        raise NotLocal("cut at an unknown place")
+        if not isinstance(start, (fx.Node, int, type(None))):
+            raise NotLocal("cut at an unknown place")
+        # the rows are the very rows of x: nothing is left of the cut but where they lie
+        return self.go(x, axes, (n,), (*path, Shift(start or 0, step, n)))
 
     def _lookup(self, node: fx.Node, axes: Any, grid: Any, path: Any) -> Fn:
         table: Any = node.args[0]

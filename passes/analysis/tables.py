@@ -117,6 +117,38 @@ def _places(
     return memo[key]
 
 
+class Lifted:
+    """A host value that the device asks for, worked out from something narrow where it can be: of
+    a table of all slots that is cut to the new ones, only their rows."""
+
+    def __init__(self, host: HostInfo, node: fx.Node) -> None:
+        self.node, self.table = node, None
+        val = node.meta["val"]
+        shape = tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+        axis = max(range(len(shape)), key=lambda d: shape[d], default=None)
+        if axis is not None and shape[axis] > 1:
+            self.table = decompose(host, node, (axis,), (shape[axis],))
+        self.rows = np.arange(shape[axis]) if axis is not None else np.zeros(0, dtype=np.int64)
+        self.axis = axis
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return {self.node} if self.table is None else self.table.nodes
+
+    def verify(self, env: Mapping[fx.Node, Any]) -> None:
+        want = env[self.node]
+        if self.table is not None and not torch.equal(self.value(env), want):
+            self.table = None
+
+    def value(self, env: Mapping[fx.Node, Any]) -> torch.Tensor:
+        if self.table is None or self.axis is None:
+            return torch.as_tensor(env[self.node])
+        flat = self.table.rows(env, self.table.keys(env, self.rows))
+        shape = list(self.node.meta["val"].shape)
+        n = shape.pop(self.axis)
+        return flat.reshape(n, *shape).movedim(0, self.axis)
+
+
 class ClassTables:
     """The tables of a view class: keys of all operands side by side, as bytes."""
 

@@ -17,6 +17,7 @@ from rtc.errors import StateError
 from rtc.graphs.step import CaptureError
 from rtc.passes.analysis.host import HostProgram, InputInfo
 from rtc.passes.analysis.layout import Fallback
+from rtc.passes.analysis.tables import Lifted
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
@@ -139,7 +140,7 @@ class GraphRuntime:
         plan = result.plan
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
-        self.lifted = result.rewritten.lifted
+        self.lifted = [Lifted(result.plan.host, n) for n in result.rewritten.lifted]
         self.step: Step | None = None  # replays steps, where that is wanted
         self.plan = plan
         self.cohorts = [
@@ -162,7 +163,9 @@ class GraphRuntime:
 
     def _program(self, *, tables: bool = False) -> HostProgram:
         """What the host works out in each call; ``tables``: whole tables too, to check keys."""
-        roots: set[fx.Node] = set(self.lifted)
+        roots: set[fx.Node] = set()
+        for value in self.lifted:
+            roots |= value.nodes | ({value.node} if tables else set())
         for c in self.cohorts:
             roots |= self.plan.host_roots(c.cohort)
             for r in c.readers:
@@ -318,6 +321,8 @@ class GraphRuntime:
         if not self.verified:
             for c in self.cohorts:
                 c.verify(env)
+            for value in self.lifted:
+                value.verify(env)
             self.host, self.verified = self._program(), True
         return env
 
@@ -373,8 +378,7 @@ class GraphRuntime:
     ) -> torch.Tensor:
         """The value of a new input: state on its device, what the host worked out on the CPU."""
         if e.kind == "host":
-            value = torch.as_tensor(env[self.lifted[e.operand]], dtype=e.dtype)
-            return value.reshape(e.shape)
+            return self.lifted[e.operand].value(env).to(e.dtype).reshape(e.shape)
         _, st, prep = next(s for s in states if s[0].index == e.cohort)
         if e.kind == "view":
             return st.storages[e.view]
