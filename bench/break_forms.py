@@ -88,8 +88,8 @@ def mutant(where: Any, attribute: str) -> Callable[[Callable[[Any], Any]], Calla
     return register
 
 
-# Breaks of one kind of form stand first, then those that fell most, then what spares few forms: so
-# that a form falls to something of its own, and early.
+# What breaks forms of one kind stands first, then what breaks most, then the rest: each form falls
+# early, and where it can to a break of what it is about.
 
 
 @mutant(CohortRuntime, "_biases")
