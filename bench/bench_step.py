@@ -97,6 +97,7 @@ def main() -> None:
         print(f"{name:14}{r['first_s']:9.1f}{r['median_ms']:11.2f}{r['p95_ms']:9.2f}{reset:>14}")
     report = ours.report().to_dict()
     line = {
+        "preset": _label(args),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _commit(),
         "machine": _machine(args.device),
@@ -124,6 +125,16 @@ def _commit() -> str:
         return subprocess.run(cmd, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _label(args: argparse.Namespace) -> str:
+    """The preset, and in what it was changed."""
+    parts = [args.preset]
+    if args.layers is not None:
+        parts.append(f"{args.layers} of {PRESETS[args.preset].layers} layers")
+    if args.no_quantize and PRESETS[args.preset].quantize_kv:
+        parts.append("no FP8")
+    return ", ".join([*parts, *args.set])
 
 
 def _machine(device: str) -> str:

@@ -20,7 +20,7 @@ from rtc.passes.analysis.exprs import evaluate
 from rtc.passes.analysis.host import HostProgram
 from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.tables import changed
-from rtc.passes.plan import CachePlan, Cohort, Refusal, View
+from rtc.passes.plan import CachePlan, Cohort, Refusal, View, moves_slots
 from rtc.passes.rotation import Rotation, find, rotated, score_axis
 
 LOOK_AHEAD = 100  # calls; the published model resets its positions every 42
@@ -106,10 +106,8 @@ def _drift(plan: CachePlan, cohort: Cohort) -> Drift:
         out.notes.append("tables come from module attributes: changes are followed at run time")
         for klass, v in classes.items():
             rot = _foldable(cohort, klass, v)
-            if rot is not None and host.int_inputs:
+            if rot is not None and (host.int_inputs or moves_slots(plan, cohort)):
                 out.rotations[klass] = rot
-        return out
-    if not host.int_inputs:
         return out
     for klass, v in classes.items():
         _look(plan, cohort, klass, v, host, out)

@@ -22,7 +22,7 @@ from rtc.report import Report
 from rtc.runtime.owners import guard_all, lift_all
 from rtc.runtime.session import Session
 
-_MIN, _BELOW = (2, 11), (2, 16)
+_MIN, _BELOW = (2, 11), (2, 15)
 
 
 def compile(

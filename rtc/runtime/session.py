@@ -155,11 +155,15 @@ class GraphRuntime:
         self.const_inputs = self._const_inputs()
         self._cpu: dict[int, tuple[Stamp, torch.Tensor]] = {}
         managed = {h for c in self.cohorts for h in c.inputs}
+        gm = result.rewritten.gm
+        assert gm is not None
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        # used as they are, so they must lie in order
         self.others = [
-            i.index
-            for i in inputs
-            if not i.is_int and not i.parameter and i.part is None and i.index not in managed
-        ]
+            i for i in inputs
+            if not i.is_int and not i.parameter and i.index not in managed
+            and places[i.index].users
+        ]  # fmt: skip
 
     def _program(self, *, tables: bool = False) -> HostProgram:
         """What the host works out in each call; ``tables``: whole tables too, to check keys."""
@@ -206,8 +210,10 @@ class GraphRuntime:
         states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
         try:
             for i in self.others if OWNERS else ():
-                for st in owners(args_in[i]):
-                    st.materialize()  # the graph uses it plainly
+                t = self._tensor(args_in, i.index)
+                for st in owners(t):
+                    if any(Handle(t, i.part).overlaps(h) for h in st.handles):
+                        st.materialize()
             args_in += [_cut(args_in[i.parent.index], i.part) for i in self.parts]  # type: ignore[union-attr]
             env = self._env(args_in)
             memo: dict[Any, Any] = {}

@@ -39,7 +39,7 @@ class Side:
         ours = _storages(self.state)
 
         def own(x: Tensor) -> Tensor:
-            if x.untyped_storage().data_ptr() in ours:
+            if _storage(x) in ours:
                 return x
             return widen(x).clone() if self.double else x.clone()
 
@@ -119,7 +119,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # a look at the address hands no memory out
+        return x.untyped_storage().data_ptr()
 
 
 def _storages(tree: Any) -> set[int]:

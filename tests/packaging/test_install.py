@@ -208,6 +208,6 @@ def test_wheel_metadata(wheel: Path) -> None:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
         assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
-    assert "torch<2.16,>=2.11" in metadata.get_all("Requires-Dist", [])
+    assert "torch<2.15,>=2.11" in metadata.get_all("Requires-Dist", [])
     assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert metadata["License-Expression"] == PROJECT["license"]
