@@ -3,6 +3,9 @@
     python bench/bench_step.py --preset cpu --steps 60
     python bench/bench_step.py --preset 57b --layers 2 --device cuda --dtype bfloat16
 
+reset: a step at which positions jump back over the median of the 16 steps around it, the median of
+all such; worst: the slowest of them over the median of all steps.
+
 Checks before it times (outputs of every warm-up step against eager), prints a table, appends a JSON
 line to bench/results/step.jsonl. Random weights and inputs. Stock torch.compile runs whole-graph
 with the step index symbolic; on CUDA with its own CUDA graphs too (mode="reduce-overhead").
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 import rtc
+from rtc.demo import stats
 from rtc.model import PRESETS, build, example_inputs
 
 
@@ -90,11 +94,18 @@ def main() -> None:
             "median_ms": med * 1e3,
             "p95_ms": sorted(s)[int(0.95 * (len(s) - 1))] * 1e3,
             "reset_over_median": max(s[i] for i in resets) / med if resets else None,
+            "resets": len(resets),
+            "reset_ratio": stats.steps(s, resets, skip=0).get("reset_ratio"),
         }
-    print(f"{'':14}{'first s':>9}{'median ms':>11}{'p95 ms':>9}{'reset/median':>14}")
+    print(f"{'':14}{'first s':>9}{'median ms':>11}{'p95 ms':>9}{'reset':>8}{'worst':>8}")
     for name, r in rows.items():
-        reset = f"{r['reset_over_median']:.2f}" if r["reset_over_median"] else "-"
-        print(f"{name:14}{r['first_s']:9.1f}{r['median_ms']:11.2f}{r['p95_ms']:9.2f}{reset:>14}")
+        reset, worst_reset = (
+            f"{r[k]:.3f}" if r[k] else "-" for k in ("reset_ratio", "reset_over_median")
+        )
+        print(
+            f"{name:14}{r['first_s']:9.1f}{r['median_ms']:11.2f}{r['p95_ms']:9.2f}"
+            f"{reset:>8}{worst_reset:>8}"
+        )
     report = ours.report().to_dict()
     line = {
         "preset": _label(args),

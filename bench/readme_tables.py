@@ -30,7 +30,7 @@ def steps() -> list[str]:
     for r in latest(rows("step.jsonl"), "preset", "machine", "config"):
         s = r["sides"]
         ms = [f"{s[k]['median_ms']:.0f} ms" for k in ("eager", "torch.compile", "rtc")]
-        reset = s["rtc"]["reset_over_median"]
+        reset = s["rtc"].get("reset_ratio") or s["rtc"]["reset_over_median"]
         work = r["work"][0]
         what = r["preset"] + (", calibrated" if r["config"]["quantize"] == "calibrated" else "")
         out.append(

@@ -26,7 +26,7 @@ class TableReader:
     """
 
     def __init__(self, host: HostInfo, operand: Operand, later: frozenset[int]) -> None:
-        self.operand, self.later = operand, later
+        self.operand, self.later, self._host = operand, later, host
         self.tables: list[RowTable] = []
         if operand.axes is not None:
             self.tables = [decompose(host, n, operand.axes, e.shape) for n, e in operand.entries]
@@ -37,6 +37,19 @@ class TableReader:
     def signature(self) -> Any:
         """Readers of equal signatures have equal keys for equal rows."""
         return self.tables[0].signature if self.tables else ("same for all", self.operand.shape)
+
+    @property
+    def idents(self) -> list[Any]:
+        """One for each of its keys: equal ones mean equal keys, of other operands too."""
+        entries = tuple((self._host.key(n), e.key) for n, e in self.operand.entries)
+        if not self.tables:
+            return [("same for all", entries)]
+        where = (tuple(e for _, e in entries), self.later)
+        leaves = zip(*(t.leaves for t in self.tables), strict=True)
+        return [
+            (where, tuple((x.kind, self._host.key(x.node), x.axes, x.path) for x in same))
+            for same in leaves
+        ]
 
     def give_up(self) -> None:
         """Take the rows themselves as keys."""
@@ -150,30 +163,40 @@ class Lifted:
 
 
 class ClassTables:
-    """The tables of a view class: keys of all operands side by side, as bytes."""
+    """The tables of a view class: keys of all operands side by side, as bytes; what several
+    operands share (cosine and sine of one position) stands there once."""
 
     def __init__(self, readers: Sequence[TableReader]) -> None:
         self.readers = list(readers)
-        self._layout: list[list[tuple[int, torch.dtype]]] = []  # bytes and dtype of each key
+        # for each reader, where its keys stand: first byte, size and dtype
+        self._layout: list[list[tuple[int, int, torch.dtype]]] = []
 
     def keys(
         self, expr: SlotExpr, ids: np.ndarray, env: Mapping[fx.Node, Any], memo: dict[Any, Any]
     ) -> np.ndarray:
         """uint8 [len(ids), width]"""
-        given = [r.keys(expr, ids, env, memo) for r in self.readers]
-        self._layout = [[(k.shape[1] * k.element_size(), k.dtype) for k in ks] for ks in given]
-        flat = [_bytes(k) for ks in given for k in ks]
-        return np.concatenate([np.zeros((len(ids), 0), dtype=np.uint8), *flat], axis=1)
+        parts, known, width = [np.zeros((len(ids), 0), dtype=np.uint8)], {}, 0
+        self._layout = []
+        for r in self.readers:
+            layout = []
+            for ident, key in zip(r.idents, r.keys(expr, ids, env, memo), strict=True):
+                if ident not in known:
+                    part = _bytes(key)
+                    parts.append(part)
+                    known[ident] = width, part.shape[1], key.dtype
+                    width += part.shape[1]
+                layout.append(known[ident])
+            self._layout.append(layout)
+        return np.concatenate(parts, axis=1)
 
     def rows(self, env: Mapping[fx.Node, Any], keys: np.ndarray) -> list[torch.Tensor]:
         """The table rows of each operand."""
-        out, at = [], 0
+        out = []
         for reader, layout in zip(self.readers, self._layout, strict=True):
             parts = []
-            for size, dtype in layout:
-                part = np.ascontiguousarray(keys[:, at : at + size])
-                at += size
+            for at, size, dtype in layout:
                 if size:
+                    part = np.ascontiguousarray(keys[:, at : at + size])
                     parts.append(torch.from_numpy(part).view(dtype))
                 else:
                     parts.append(torch.empty((len(keys), 0), dtype=dtype))

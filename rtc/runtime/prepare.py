@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,7 @@ from rtc.passes.drift import apart, common_turn
 from rtc.passes.plan import Cohort, Event
 from rtc.passes.rewrite import Extra, first_of_class
 from rtc.runtime.classes import ClassState
-from rtc.runtime.state import CohortState, layout_key
+from rtc.runtime.state import CohortState, Counters, layout_key
 
 _CPU = torch.device("cpu")
 _REMEMBERED = 256  # comparisons of tables: position resets come back
@@ -186,6 +188,22 @@ class CohortRuntime:
         st.cids = cids
         st.next_cid += self.fresh
         st.counters.folds += out.folds
+
+    def rehearse(
+        self, st: CohortState, host: Callable[[int], Mapping[fx.Node, Any]], calls: int,
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Play the coming calls through without running them, so that what their tables have in
+        common is known when they come. ``host(t)``: host values of the call ``t`` calls ahead."""
+        ahead = copy.copy(st)
+        ahead.counters, until = Counters(), time.perf_counter() + seconds
+        for t in range(1, calls + 1):
+            if time.perf_counter() > until:
+                return
+            try:
+                self.finish(ahead, self.prepare(ahead, host(t), {}))
+            except (Fallback, IndexError):
+                return
 
     # -- pieces --------------------------------------------------------------------------------
 

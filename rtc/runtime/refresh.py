@@ -27,6 +27,13 @@ def sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.pin_memory().to(device, non_blocking=True)
 
 
+def _span(at: np.ndarray) -> tuple[int, int] | None:
+    """(first, length) of places that lie side by side, as a sink's do: no index is needed."""
+    if len(at) and at[-1] - at[0] == len(at) - 1 and (np.diff(at) == 1).all():
+        return int(at[0]), len(at)
+    return None
+
+
 def _sent_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:
     out = shaped_rows(op, rows, torch.device("cpu"))
     return sent(out, device) if isinstance(out, torch.Tensor) else out
@@ -51,8 +58,14 @@ def refresh(
     caches = st.caches()
     first = views[0][1]
     dims, shape, dev = st.dims[first.cache], caches[first.cache].shape, caches[first.cache].device
+    take, store = _span(src), _span(r.at)
     at, idx = (sent(torch.from_numpy(x), dev) for x in (r.at, src))
-    picked = [st.merged(caches[v.cache], dims).index_select(dims[0], idx) for _, v in views]
+    picked = []
+    for _, v in views:
+        flat = st.merged(caches[v.cache], dims)
+        picked.append(
+            flat.index_select(dims[0], idx) if take is None else flat.narrow(dims[0], *take)
+        )
     n, count = len(src), len(views)
     raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
     raw = raw.reshape(with_slots(shape, dims, n * count))
@@ -81,4 +94,7 @@ def refresh(
     out = emit(first.fn, n * count, _run, framed, operand)
     out = out.reshape(first.storage_shape(n * count))
     for (j, v), part in zip(views, out.split(n, first.axis), strict=True):
-        st.storages[j].index_copy_(v.axis, at, part)
+        if store is None:
+            st.storages[j].index_copy_(v.axis, at, part)
+        else:
+            st.storages[j].narrow(v.axis, *store).copy_(part)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import rtc
 from rtc.passes import pipeline
-from rtc.runtime.session import GraphRuntime
 
 from .models import EAGER, Given, Window, chain, close, graphs, pair, runtime, same_caches, x, zeros
 
@@ -19,19 +18,6 @@ from .models import EAGER, Given, Window, chain, close, graphs, pair, runtime, s
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def graph_runtimes(monkeypatch):
-    """All runtimes that are made during the test."""
-    made, init = [], GraphRuntime.__init__
-
-    def remember(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(GraphRuntime, "__init__", remember)
-    return made
 
 
 def dies_once(runtime, error, after):

@@ -1,0 +1,18 @@
+"""Fixtures that the runtime's tests share."""
+
+import pytest
+
+from rtc.runtime.session import GraphRuntime
+
+
+@pytest.fixture
+def graph_runtimes(monkeypatch):
+    """All runtimes that are made during the test."""
+    made, init = [], GraphRuntime.__init__
+
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(GraphRuntime, "__init__", remember)
+    return made
