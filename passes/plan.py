@@ -261,9 +261,15 @@ _CAUSES = ("known on the device", "reduces over the slots", "along the slots", "
 
 
 def _why_not(info: InputInfo, seen: Sequence[LocalAnalysis]) -> Refusal | None:
-    """The likeliest reason, over all slot axes that were tried: where most of the work was
-    followed. None for a tensor that is written and not read."""
-    most = max((len(an.vals) for an in seen), default=0)
+    """The likeliest reason, over all slot axes that were tried: where rows join kept ones, and most
+    of the work was followed. None for a tensor that is written and not read."""
+
+    def followed(an: LocalAnalysis) -> tuple[bool, int]:
+        final = an.val(an.final)
+        kept = final is not None and final.expr.contains(an.vals[an.base.node].expr)
+        return kept and bool(final and final.expr.sources()), len(an.vals)
+
+    most = max(map(followed, seen), default=(False, 0))
 
     def rank(end: tuple[LocalAnalysis, fx.Node, str]) -> tuple[bool, int, int]:
         an, user, reason = end
@@ -271,7 +277,7 @@ def _why_not(info: InputInfo, seen: Sequence[LocalAnalysis]) -> Refusal | None:
         cause = next((i for i, c in enumerate(_CAUSES) if c in reason), len(_CAUSES))
         return stored, cause, an.host.index[user]
 
-    ends = [(an, u, r) for an in seen if len(an.vals) == most for _, u, r in an.ends]
+    ends = [(an, u, r) for an in seen if followed(an) == most for _, u, r in an.ends]
     if not ends:
         return None
     _, user, reason = min(ends, key=rank)

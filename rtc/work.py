@@ -27,8 +27,9 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
     """Elements that a call computes pointwise over whole caches, and that it copies about.
 
     ``whole_cache_elements``: outputs of pointwise ops and reductions' inputs, at least as large as
-    a cache (or its larger half), reached from a cache through layout, movement and pointwise ops.
-    ``copy_elements``: outputs of ops that copy as many elements. ``caches``: the inputs that count.
+    half a cache (RoPE works on halves), reached from a cache through layout, movement and pointwise
+    ops. ``copy_elements``: outputs of ops that copy as many elements. ``caches``: the inputs that
+    count.
     """
     reach: dict[fx.Node, int] = {n: n.meta["val"].numel() for n in caches}
     pointwise = copies = 0
@@ -39,7 +40,7 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
         if not sizes:
             continue
         t, val = node.target, node.meta.get("val")
-        whole = min(sizes) // 2
+        whole = max(min(sizes) // 2, 1)
         if t in _VIEWS:
             reach[node] = max(sizes)
             continue
@@ -51,11 +52,11 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
         n = math.prod(int(s) for s in val.shape)
         if t in _MOVES:
             reach[node] = max(sizes)
-            if n > whole:
+            if n >= whole:
                 copies += n
         elif is_pointwise(t):
             reach[node] = max(sizes)
-            if n > whole:
+            if n >= whole:
                 pointwise += n
         elif torch.Tag.reduction in getattr(t, "tags", ()) and n <= whole:
             pointwise += max(sizes)
