@@ -69,6 +69,14 @@ def _views(
     return out
 
 
+def _solid(x: torch.Tensor) -> torch.Tensor:
+    """An expanded tensor without its repetitions, which cannot be written."""
+    for d in range(x.dim()):
+        if x.stride(d) == 0 and x.shape[d] > 1:
+            x = x.narrow(d, 0, 1)
+    return x
+
+
 @dataclass
 class _Graph:
     graph: Any
@@ -116,7 +124,7 @@ class StepGraph:
                 ]
             self._addresses = [t.data_ptr() for t in fixed]
         for s, t in zip(self._static, copied, strict=True):
-            s.copy_(t)
+            _solid(s).copy_(_solid(t))
         self.calls += 1
         if self._graph is None and self.calls > WARM_UP:
             self._graph = self._capture(arrange(self._static))

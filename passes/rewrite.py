@@ -455,8 +455,14 @@ def _takes_tensor(user: fx.Node, node: fx.Node) -> bool:
     if not isinstance(user.meta.get("val"), torch.Tensor):
         return False
     others = [a.meta["val"] for a in user.all_input_nodes if a is not node]
-    if any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in others):
-        return False  # a scalar does not decide the dtype beside another one; a tensor might
+    tensors = [v for v in others if isinstance(v, torch.Tensor)]
+    # a number has no say in the result's dtype; a tensor of no dimension has, beside another such
+    # one, or beside tensors of a lesser kind
+    whole = isinstance(node.meta["val"], (int, torch.SymInt))
+    if any(v.dim() == 0 for v in tensors) or not any(
+        v.is_floating_point() or (whole and v.dtype != torch.bool) for v in tensors
+    ):
+        return False
     params = user.target._schema.arguments
     at = [i for i, a in enumerate(user.args) if a is node]
     if not at or any(a is node for a in user.kwargs.values()):

@@ -35,7 +35,7 @@ from rtc.passes.analysis.fn import (
     with_slots,
 )
 from rtc.passes.analysis.shapes import NotLocal
-from rtc.passes.analysis.tables import shaped_rows
+from rtc.passes.analysis.tables import FINE, shaped_rows
 from rtc.passes.plan import View
 
 aten = torch.ops.aten
@@ -189,6 +189,8 @@ def find(view: View) -> Rotation | None:
         return None
     if any(not isinstance(o.node.meta["val"], torch.Tensor) for o in tables):
         return None
+    if any(torch.finfo(o.dtype).eps > FINE for o in tables):
+        return None  # what turns less than its rounding would stay unseen
     try:
         with _disable_current_modes(), torch.no_grad():
             return _measure(at, inner, tables)

@@ -231,11 +231,13 @@ class _Finder:
         own = path if sizes == grid else (*path, Projection(grid, _kept(sizes, grid)))
         if math.prod(shape) == math.prod(sizes):
             return self._leaf(Leaf("value", node, axes, own))
-        mark = len(self.leaves)
+        mark, known = len(self.leaves), len(self.memo)
         try:
             return self._op(node, axes, grid, path)
         except NotLocal:
             del self.leaves[mark:]
+            for key in list(self.memo)[known:]:
+                del self.memo[key]  # it may stand on a leaf that is gone
             return self._leaf(Leaf("value" if changing else "row", node, axes, own))
 
     def _const(self, node: fx.Node) -> Operand:

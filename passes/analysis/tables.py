@@ -17,6 +17,8 @@ from rtc.passes.analysis.rowwise import RowTable, decompose, trivial
 
 # Two evaluations of one formula may differ in the last bits (vector and scalar code paths).
 _ULPS = 4
+# Coarser tables than float32's are compared bit by bit, and never turned.
+FINE = torch.finfo(torch.float32).eps
 
 
 class TableReader:
@@ -83,8 +85,8 @@ class TableReader:
         """[len(ids), width] each: equal keys mean equal rows."""
         op = self.operand
         if op.axes is None:
-            val = torch.as_tensor(env[op.entries[0][0]])
-            if any(not torch.equal(torch.as_tensor(env[n]), val) for n, _ in op.entries[1:]):
+            val = as_value(env[op.entries[0][0]])
+            if any(not torch.equal(as_value(env[n]), val) for n, _ in op.entries[1:]):
                 raise Fallback("an operand differs between parts of the cache")
             return [val.reshape(1, -1).expand(len(ids), -1)]
         out: list[torch.Tensor] = []
@@ -155,7 +157,7 @@ class Lifted:
 
     def value(self, env: Mapping[fx.Node, Any]) -> torch.Tensor:
         if self.table is None or self.axis is None:
-            return torch.as_tensor(env[self.node])
+            return as_value(env[self.node])
         flat = self.table.rows(env, self.table.keys(env, self.rows))
         shape = list(self.node.meta["val"].shape)
         n = shape.pop(self.axis)
@@ -232,7 +234,13 @@ def changed(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
     if not a.is_floating_point() and not a.is_complex():
         return (a != b).any(-1).numpy()
     real = torch.finfo(a.dtype).eps
+    if real > FINE:  # a turn of a few degrees is less than its rounding
+        return (a != b).any(-1).numpy()
     x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-    # at the scale of each column: a table of small values is compared among small values
-    tol = _ULPS * real * torch.maximum(x.abs(), y.abs()).amax(0)
-    return ((x - y).abs() > tol).any(-1).numpy()
+    # entry by entry: beside a huge one (a masked slot's) any other would look the same
+    return ((x - y).abs() > _ULPS * real * torch.maximum(x.abs(), y.abs())).any(-1).numpy()
+
+
+def as_value(v: Any) -> torch.Tensor:
+    """A host value as a tensor; Python floats are double, which torch would make single."""
+    return torch.as_tensor(v, dtype=torch.float64 if isinstance(v, float) else None)

@@ -230,7 +230,8 @@ class CohortRuntime:
         Comparing rows is dear, and positions move in few ways: what came out is remembered.
         """
         rot = self.cohort.rotations.get(klass)
-        if rot is not None and (c.frame is None or not held.any()):
+        # one frame serves all reads of a call: it starts anew before the first of them
+        if rot is not None and (c.frame is None or (fold and not held.any())):
             c.start_frame(len(rot.perm))
         assert c.made is not None
         assert c.seen is not None

@@ -67,7 +67,9 @@ def refresh(
             flat.index_select(dims[0], idx) if take is None else flat.narrow(dims[0], *take)
         )
     n, count = len(src), len(views)
-    raw = torch.cat(picked, dims[0]) if count > 1 else picked[0]
+    # never a view of the cache: whoever keeps one alive makes the cache look shared
+    raw = torch.cat(picked, dims[0]) if count > 1 else picked[0].clone()
+    del picked
     raw = raw.reshape(with_slots(shape, dims, n * count))
     values = {
         t.operand.key: _sent_rows(t.operand, x.repeat(count, 1), dev)
