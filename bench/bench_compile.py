@@ -9,6 +9,7 @@ Prints a table and appends a JSON line to bench/results/compile.jsonl.
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,7 @@ def main() -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "preset": args.preset,
+        "machine": f"{platform.machine()}, {os.cpu_count()} threads",
         "device": args.device,
         "cores": os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
