@@ -35,12 +35,10 @@ from rtc.passes.analysis.fn import (
 )
 from rtc.passes.analysis.host import Deps
 from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, is_pointwise, shape_of
-from rtc.passes.entries import raw_entry
 from rtc.passes.plan import Cache, CachePlan, Cohort, View
 from rtc.passes.rotation import rotated
 
 aten = torch.ops.aten
-
 
 _LIFTED = 1 << 20  # elements; a larger table is cheaper made on the device
 
@@ -117,7 +115,7 @@ class Rewriter:
     def _lift(self) -> None:
         """Where device work meets a value made from Python ints, the host's value comes in."""
         host = self.plan.host
-        if not any(e.kind != "host" for e in self.out.extras):
+        if not self.out.extras:
             return  # nothing was rewritten: the graph stays as it is
         made: dict[Any, fx.Node] = {}
         for node in list(self.graph.nodes):
@@ -325,7 +323,7 @@ class Rewriter:
         """The ``m`` kept fresh rows of source ``k``, through the view's work, storage-shaped."""
         source = cache.sources[k]
         fn = view.fn if view is not None else None
-        raw, entry = raw_entry(source), entries.entry(source, fn)
+        raw, entry = entries.raw_entry(source), entries.entry(source, fn)
         assert entry is not None, "legality was checked by the passes"
         value = self._entry(entry, source)
         if m < source.count:

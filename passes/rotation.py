@@ -117,16 +117,10 @@ class Rotation:
 
     def _back(self, z: np.ndarray, src: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """Table entries from turns of the features ``half``."""
-        k = len(self.half)
-        c0, s0 = self.c0[self.half], self.s0[self.half]
-        out = np.concatenate([z.real - c0, z.imag - s0], axis=1) if (c0.any() or s0.any()) else None
-        if out is not None:
-            return out[:, src] / weight
-        flat = np.empty((len(z), len(src)))
-        real = src < k
-        flat[:, real] = np.take(z.real, src[real], axis=1) / weight[real]
-        flat[:, ~real] = np.take(z.imag, src[~real] - k, axis=1) / weight[~real]
-        return flat
+        k, flat, real = len(self.half), np.empty((len(z), len(src))), src < len(self.half)
+        flat[:, real] = np.take(z.real - self.c0[self.half], src[real], axis=1)
+        flat[:, ~real] = np.take(z.imag - self.s0[self.half], src[~real] - k, axis=1)
+        return flat / weight
 
     def turned_rows(self, rows: list[torch.Tensor], by: np.ndarray) -> list[torch.Tensor]:
         """Table rows that turn by ``by`` [D] complex more; needs ``inverse``."""

@@ -141,12 +141,11 @@ class GraphRuntime:
         self.measured, self.margin = measured, margin
         self.session, self.inputs = session, list(inputs)
         self.rewritten, self.plain = rewritten, plain
-        plan = result.plan
+        self.plan = plan = result.plan
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
-        self.lifted = [Lifted(result.plan.host, n) for n in result.rewritten.lifted]
+        self.lifted = [Lifted(plan.host, n) for n in result.rewritten.lifted]
         self.step: Step | None = None  # replays steps, where that is wanted
-        self.plan = plan
         self.cohorts = [
             CohortRuntime(i, c, self.extras, plan.host)
             for i, c in enumerate(plan.cohorts)

@@ -121,7 +121,8 @@ class CohortState:
         self.untrusted = False  # writes cannot be seen: views are made anew in every call
         self.dirty = False  # a tensor without a version counter was touched from outside
         self.consts: list[Stamp] | None = None
-        self.steps: dict[Any, Any] = {}  # captured steps that run on this state
+        # captured steps that run on this state; one goes with the graph that it replays
+        self.steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
         with torch.inference_mode(False):

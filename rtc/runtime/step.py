@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,18 +44,18 @@ class Step:
         self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
 
     def __call__(
-        self, owner: dict[Any, Any], args: list[Any], extras: list[torch.Tensor],
+        self, owner: MutableMapping[Any, Any], args: list[Any], extras: list[torch.Tensor],
         counters: Counters,
     ) -> Any:  # fmt: skip
         """Run one call. ``owner``: the captured steps of the state that the call runs on."""
         fixed = [args[i] for i in self.fixed] + [extras[i] for i in self.kept]
         copied = [args[i] for i in self.copied]
-        have = owner.get(id(self))
+        have = owner.get(self)
         if have is None or have[1].moved(fixed) or not have[1].fits(copied):
             device = extras[self.kept[0]].device if self.kept else fixed[0].device
             with torch.inference_mode(False):  # kept for calls in any mode
                 staging = Staging(self.specs, device)
-            have = owner[id(self)] = staging, StepGraph(self.run)
+            have = owner[self] = staging, StepGraph(self.run)
         staging, graph = have
         staging.put([extras[i] for i in self.sent])
 

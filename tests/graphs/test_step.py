@@ -1,5 +1,7 @@
 """Staging and replay without a GPU: a replay runs the callable again on the same static inputs."""
 
+import gc
+
 import pytest
 import torch
 
@@ -57,3 +59,20 @@ def test_forms_by_replay(name):
     options = rtc.Options(lowering="eager", step_graph="simulate")
     result = run(BY_NAME[name], compile_with(options))
     assert result.report["runtime"]["replays"] > 50
+
+
+def test_a_captured_step_goes_with_its_graph():
+    """The caches outlive a compiled model: another one must not replay what that one captured."""
+    torch.manual_seed(0)
+    model = BY_NAME["rope_half"].build()
+    compiled = rtc.compile(model, options=rtc.Options(lowering="eager", step_graph="simulate"))
+    with torch.no_grad():
+        for step in range(4):
+            args, kwargs = BY_NAME["rope_half"].inputs(step)
+            compiled(*args, **kwargs)
+    (state,) = compiled._session.states
+    assert len(state.steps) == 1
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(state.steps) == 0
