@@ -5,6 +5,10 @@ from torch import Tensor
 
 from .config import PRESETS, Config
 from .dit import DiT
+from .linear import Float8Linear
+
+_DRAWN = 2**26
+"""Elements of an FP8 weight that are drawn at a time: 256 MiB in float32."""
 
 
 def resolve(preset: str | Config) -> Config:
@@ -25,7 +29,9 @@ def build(
 ) -> DiT:
     """A DiT in eval mode, zero caches, weights drawn on `device` from `seed`.
 
-    On the meta device nothing is allocated or drawn.
+    FP8 linears are drawn in float32, some rows at a time, so that the model never takes more than
+    its `Config.weight_bytes` and `Config.cache_bytes` plus a few such parts. On the meta device
+    nothing is allocated or drawn.
     """
     with torch.device("meta"):  # skips nn.Linear's own initialisation
         model = DiT(resolve(preset)).to(dtype).eval()
@@ -33,8 +39,13 @@ def build(
         return model
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
+    fp8 = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     for name, parameter in model.named_parameters():
-        _draw(name, parameter, generator)
+        owner, _, leaf = name.rpartition(".")
+        if owner not in fp8:
+            _draw(name, parameter, generator)
+        elif leaf == "weight":
+            _draw_fp8(fp8[owner], generator)
     model.reset_session()
     return model
 
@@ -49,6 +60,15 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.mul_(0.5 * fan_in**-0.5)
     else:
         parameter.mul_(parameter.shape[1] ** -0.5)
+
+
+def _draw_fp8(linear: Float8Linear, generator: torch.Generator) -> None:
+    """As `_draw` draws a linear's weight, in parts of _DRAWN elements."""
+    outputs, inputs = linear.weight.shape
+    rows = max(1, _DRAWN // inputs)
+    for start in range(0, outputs, rows):
+        part = torch.empty(min(rows, outputs - start), inputs, device=linear.weight.device)
+        linear.set_rows(start, part.normal_(generator=generator).mul_(inputs**-0.5))
 
 
 def example_inputs(

@@ -38,6 +38,7 @@ class Config:
     batch: int = 1
     rope_theta: float = 10000.0
     quantize_kv: bool = False  # per-head FP8 round trip of the whole cache in every call
+    fp8_linears: bool = False  # linear1 and linear2 in FP8, a scale a token and a weight row
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -71,6 +72,13 @@ class Config:
             "in_channels",
             "out_channels",
         )
+        _require(
+            not self.fp8_linears or (self.dim % 16 == 0 and self.hidden % 16 == 0),
+            "fp8_linears needs dim and hidden to be multiples of 16",
+            self,
+            "dim",
+            "hidden",
+        )
         _require(self.rope_theta > 1.0, "rope_theta must be above 1", self, "rope_theta")
 
     @property
@@ -101,13 +109,29 @@ class Config:
         return self.layers * (linear1 + linear2)
 
     @property
+    def linear_scales(self) -> int:
+        """Scales of linear1 and linear2 in all blocks: one an output row where they are in FP8."""
+        return self.layers * (4 * self.dim + 2 * self.hidden) if self.fp8_linears else 0
+
+    @property
     def params(self) -> int:
-        """All parameters."""
+        """All parameters, scales included."""
         per_layer = 3 * self.dim + 2 * self.head_dim  # modulation table, QK norm
         inputs = self.in_channels + 2 * self.cond_dim + self.cond_tokens
         time = TIME_FEATURES + 3 * self.dim
         outside = self.dim * (inputs + time + self.out_channels)
-        return self.linear_params + self.layers * per_layer + outside
+        return self.linear_params + self.linear_scales + self.layers * per_layer + outside
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of all parameters of a model built in a dtype of `itemsize` bytes.
+
+        FP8 linears take one byte a weight and four a scale in any dtype.
+        """
+        if not self.fp8_linears:
+            return self.params * itemsize
+        linears = self.linear_params + self.linear_scales
+        others = self.params - linears
+        return self.linear_params + 4 * self.linear_scales + others * itemsize
 
     @property
     def flops_per_step(self) -> int:
@@ -196,7 +220,8 @@ PRESETS: dict[str, Config] = {
         out_channels=8,
         cond_dim=16,
     ),
-    # The published system's arithmetic: 56.6 B block weights, 375 TFLOP and 240 calls a step.
+    # The published system's arithmetic: 56.6 B block weights, 375 TFLOP and 240 calls a step. In
+    # bfloat16 with FP8 linears: 57.1 GB of weights and 42.7 GB of caches: one H200 holds it.
     "57b": Config(
         dim=7680,
         heads=60,
@@ -214,7 +239,10 @@ PRESETS: dict[str, Config] = {
         out_channels=128,
         cond_dim=4096,
         quantize_kv=True,
+        fp8_linears=True,
     ),
 }
 # cpu with the published system's third kind of whole-cache work.
 PRESETS["cpu-fp8"] = replace(PRESETS["cpu"], quantize_kv=True)
+# 57b's two uses of FP8 at the smallest size.
+PRESETS["tiny-fp8"] = replace(PRESETS["tiny"], quantize_kv=True, fp8_linears=True)

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import TIME_FEATURES, Config
+from .linear import FP8, FP8_MAX, Float8Linear
 from .rope import apply_rope, rope_tables, slot_positions
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 
 Tables = tuple[Tensor, Tensor]
 Write = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -78,8 +76,8 @@ class Block(nn.Module):
         dim, hidden = cfg.dim, cfg.hidden
         self.cfg = cfg
         self.modulation = nn.Parameter(torch.empty(3, dim))
-        self.linear1 = nn.Linear(dim, 3 * dim + 2 * hidden, bias=False)
-        self.linear2 = nn.Linear(dim + hidden, dim, bias=False)
+        self.linear1 = _linear(cfg, dim, 3 * dim + 2 * hidden)
+        self.linear2 = _linear(cfg, dim + hidden, dim)
         self.norm_q = nn.RMSNorm(cfg.head_dim, eps=1e-6)
         self.norm_k = nn.RMSNorm(cfg.head_dim, eps=1e-6)
 
@@ -192,6 +190,12 @@ class DiT(nn.Module):
         angle = 1000 * sigma * torch.exp(-math.log(10000) * index / half)
         wave = torch.cat([angle.cos(), angle.sin()]).to(self.cond_slots.dtype)
         return self.time_out(F.silu(self.time_in(wave))).unflatten(-1, (3, self.cfg.dim))
+
+
+def _linear(cfg: Config, in_features: int, out_features: int) -> nn.Module:
+    if cfg.fp8_linears:
+        return Float8Linear(in_features, out_features)
+    return nn.Linear(in_features, out_features, bias=False)
 
 
 def _expect(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
+from rtc.passes.analysis.fp8 import reads_fp8
 from rtc.passes.analysis.host import HostInfo, InputInfo
 from rtc.passes.plan import CachePlan, Refusal, build
 
@@ -40,6 +42,8 @@ class Context:
     switches: Mapping[str, bool]
     calibrate: bool = False
     write_back: bool = False  # caches must be current after every call
+    kernels: bool = False  # whether passes that put in rtc's own kernels run
+    extras: Mapping[fx.Node, Any] = field(default_factory=dict)  # new inputs of the rewritten graph
     host: HostInfo = field(init=False)
     plan: CachePlan = field(init=False)
 
@@ -52,6 +56,7 @@ class Context:
             self.sample,
             calibrate=self.calibrate and self.on("hoist_quantize"),
             raw_only=not self.on("hoist_rope"),
+            reads_fp8=reads_fp8 if self.switches.get("fp8_attention") else None,
         )
 
     def on(self, name: str) -> bool:
@@ -64,7 +69,8 @@ class Pass:
 
     ``tier``: "exact" reassociates only; "numerics" changes rounding and needs consent. ``stage``:
     "plan" passes decide on ``ctx.plan``, which is carried out after the last of them; "graph"
-    passes rewrite ``ctx.gm``, the graph that results.
+    passes rewrite ``ctx.gm``, the graph that results. "trace" passes come before: they add work to
+    the traced graph, as if the user had written it, and the plan is made anew.
     """
 
     name: str
@@ -72,7 +78,8 @@ class Pass:
     run: Callable[[Context], Outcome]
     summary: str
     stage: str = "plan"
+    own_kernels: bool = False  # it puts in kernels of rtc's own: Options(kernels=...) decides
 
     def __post_init__(self) -> None:
         assert self.tier in ("exact", "numerics"), self.tier
-        assert self.stage in ("plan", "graph"), self.stage
+        assert self.stage in ("trace", "plan", "graph"), self.stage

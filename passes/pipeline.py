@@ -7,16 +7,33 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rtc.passes import hoist_quantize, hoist_rope, normalize, ring_cache
+from rtc.passes import (
+    fp8_attention,
+    fp8_linear,
+    fuse_modulate_quantize,
+    fuse_pre_attention,
+    fuse_swiglu_quantize,
+    hoist_quantize,
+    hoist_rope,
+    normalize,
+    quantize_kv,
+    ring_cache,
+)
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.plan import CachePlan
-from rtc.passes.rewrite import Rewriter, Rewritten
+from rtc.passes.rewrite import Rewriter, Rewritten, copied
 
 PIPELINE: tuple[Pass, ...] = (
+    quantize_kv.PASS,
     hoist_quantize.PASS,
     hoist_rope.PASS,
     ring_cache.PASS,
+    fp8_attention.PASS,
+    fuse_pre_attention.PASS,
+    fuse_swiglu_quantize.PASS,
+    fuse_modulate_quantize.PASS,
+    fp8_linear.PASS,
 )
 
 
@@ -31,6 +48,7 @@ class Result:
     inputs: list[InputInfo]  # the graph's own, then parts of stacked caches
     rewritten: Rewritten
     outcomes: dict[str, tuple[Pass, bool, Outcome]]
+    traced: fx.GraphModule | None = None  # the graph with what "trace" passes added, if they did
 
 
 def run(
@@ -41,6 +59,7 @@ def run(
     *,
     calibrate: bool = False,
     write_back: bool = False,
+    kernels: bool = False,
     lift: bool = False,
     on_pass: Callable[[str], None] = lambda name: None,
 ) -> Result:
@@ -51,8 +70,13 @@ def run(
     """
     on_pass("analysis")
     inputs = normalize.run(gm, inputs)
-    ctx = Context(gm, inputs, sample, switches, calibrate, write_back)
     outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}
+    ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels)
+    _run_stage("trace", ctx, outcomes, on_pass)
+    traced = None
+    if any(done.applied for _, _, done in outcomes.values()):
+        traced = copied(gm)
+        ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels)
     _run_stage("plan", ctx, outcomes, on_pass)
     for cohort in ctx.plan.cohorts:
         if cohort.order == "plain" and cohort.hoist:
@@ -63,9 +87,10 @@ def run(
     rewritten = Rewriter(gm, ctx.plan).run(lift=lift)
     assert rewritten.gm is not None
     ctx.gm = rewritten.gm
+    ctx.extras = dict(zip(rewritten.nodes, rewritten.extras, strict=True))
     _run_stage("graph", ctx, outcomes, on_pass)
     ctx.gm.recompile()
-    return Result(ctx.plan, list(inputs), rewritten, outcomes)
+    return Result(ctx.plan, list(inputs), rewritten, outcomes, traced)
 
 
 def _run_stage(
@@ -77,6 +102,6 @@ def _run_stage(
     for p in PIPELINE:
         if p.stage == stage:
             on_pass(p.name)
-            enabled = ctx.on(p.name)
+            enabled = ctx.on(p.name) and (ctx.kernels or not p.own_kernels)
             outcomes[p.name] = (p, enabled, p.run(ctx) if enabled else Outcome())
             ctx.gm.graph.lint()

@@ -9,7 +9,7 @@ cohort, kept in a storage of its own; a view without arithmetic is the cache its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import fx
 from rtc.passes.analysis import order
 from rtc.passes.analysis.exprs import Exprs, SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, Operand, off_slots, structural_key
+from rtc.passes.analysis.fp8 import unfit
 from rtc.passes.analysis.host import HostInfo, HostProgram, InputInfo, where
 from rtc.passes.analysis.order import Bias
 from rtc.passes.analysis.shapes import NotLocal
@@ -69,6 +70,12 @@ class View:
     @property
     def axis(self) -> int:
         return self.fn.dims[0]
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """FP8 is kept as bytes: ops that move slots do not take FP8 on every device."""
+        dtype = self.fn.dtype
+        return torch.uint8 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
     def storage_shape(self, slots: int) -> tuple[int, ...]:
         """``fn``'s shape, its slot axes merged into one of ``slots``."""
@@ -123,6 +130,8 @@ class Cohort:
     stored: Event | None = None  # the commit
     unified: bool = False  # one placement for caches and views
     rotations: dict[str, Rotation] = field(default_factory=dict)  # view classes that are folded
+    # attention over FP8 views, with its query as traced: calibrated like the views' scales
+    queries: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     @property
     def slots(self) -> int:
@@ -146,7 +155,9 @@ class Cohort:
     def scales(self) -> dict[fx.Node, tuple[int, Fn]]:
         """Whole-cache maxima that are calibrated: node -> (cache, the work it measures)."""
         return {
-            n: (i, fn) for i, c in enumerate(self.caches) for n, fn in c.analysis.calibrated.items()
+            n: (i, _below_statistic(fn, n))
+            for i, c in enumerate(self.caches)
+            for n, fn in c.analysis.calibrated.items()
         }
 
     def refuse(self, name: str, refusal: Refusal) -> None:
@@ -176,8 +187,12 @@ def build(
     *,
     calibrate: bool = False,
     raw_only: bool = False,
+    reads_fp8: Callable[[Fn], Fn | None] | None = None,
 ) -> CachePlan:
-    """Analyse every tensor input that may be a cache and group what moves alike."""
+    """Analyse every tensor input that may be a cache and group what moves alike.
+
+    ``reads_fp8``: which FP8 values attention may read instead of the work on top of them.
+    """
     exprs = Exprs(host.key)
     unmatched: list[tuple[InputInfo, Refusal]] = []
     hints: dict[Any, list[tuple[int, ...]]] = {}
@@ -195,7 +210,10 @@ def build(
         elif found is not None:
             unmatched.append((info, found))
     caches = _claim(candidates, unmatched)
-    cohorts = _group(caches)
+    stored = _stored_fp8(caches, reads_fp8) if reads_fp8 else {}
+    cohorts = _group(caches, stored)
+    if calibrate:
+        _queries(cohorts, stored)
     plan = CachePlan(host, exprs, cohorts, unmatched, dict(sample))
     _order(plan)
     for cohort in cohorts:
@@ -377,7 +395,32 @@ def _features(f: Fn) -> int:
     return int(np.prod([s for s in off_slots(f.shape, f.dims) if s != -1]))
 
 
-def _group(caches: list[Cache]) -> list[Cohort]:
+def _stored_fp8(
+    caches: list[Cache], reads_fp8: Callable[[Fn], Fn | None]
+) -> dict[tuple[fx.Node, fx.Node], Fn]:
+    """(operand, attention) -> the FP8 values behind it, where keys and values both have such."""
+    found: dict[tuple[fx.Node, fx.Node], Fn] = {}
+    for c in caches:
+        for node, user, _ in c.analysis.ends:
+            v = c.analysis.val(node)
+            if user.target is order.attention and v is not None and unfit(user) is None:
+                fn = reads_fp8(v.fn)
+                if fn is not None:
+                    found[node, user] = fn
+    both = {u for _, u in found if all((a, u) in found for a in u.args[1:3])}
+    return {k: fn for k, fn in found.items() if k[1] in both}
+
+
+def _queries(cohorts: list[Cohort], stored: Mapping[tuple[fx.Node, fx.Node], Fn]) -> None:
+    for cohort in cohorts:
+        for view in cohort.views:
+            for node, user, _ in view.uses:
+                query = user.args[0] if (node, user) in stored else None
+                if isinstance(query, fx.Node) and user.args[1] is node:
+                    cohort.queries.append((user, query))
+
+
+def _group(caches: list[Cache], stored: Mapping[tuple[fx.Node, fx.Node], Fn]) -> list[Cohort]:
     groups: dict[Any, Cohort] = {}
     for c in caches:
         views: dict[Any, View] = {}
@@ -385,7 +428,7 @@ def _group(caches: list[Cache]) -> list[Cohort]:
             v = c.analysis.val(node)
             if v is None:
                 continue
-            fn = _peel(_below_statistic(v.fn, user))
+            fn = _peel(stored.get((node, user), _below_statistic(v.fn, user)))
             view = views.setdefault(fn.key, View(0, fn, []))
             view.uses.append((node, user, v))
             view.by_read.setdefault(v.expr.key, fn)

@@ -35,6 +35,7 @@ from rtc.passes.analysis.fn import (
 )
 from rtc.passes.analysis.host import Deps
 from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, is_pointwise, shape_of
+from rtc.passes.nodes import Emitter, fake_mode
 from rtc.passes.plan import Cache, CachePlan, Cohort, View
 from rtc.passes.rotation import rotated
 
@@ -85,7 +86,8 @@ class Rewriter:
         self._last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         self._extra: dict[Any, fx.Node] = {}
         self._scale_inputs: dict[fx.Node, fx.Node] = {}
-        self._counts: dict[fx.Node, fx.Node] = {}
+        # counter -> what is to be added to it, with the name of the view that it belongs to
+        self._counts: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
 
     def run(self, *, lift: bool = False) -> Rewritten:
         """``lift``: hand in small values that follow from Python ints, so that the device's own
@@ -98,7 +100,11 @@ class Rewriter:
                 self._biases(i, cohort)
         output = next(n for n in self.graph.nodes if n.op == "output")
         with self.graph.inserting_before(output):
-            for counter, total in self._counts.items():
+            for counter, counts in self._counts.items():
+                total = counter
+                for n, name in counts:
+                    total = self.call(aten.add.Tensor, (total, n), {})
+                    total.meta["counts"] = name
                 self.call(aten.copy_.default, (counter, total), {})
         if lift:
             self._lift()
@@ -118,12 +124,15 @@ class Rewriter:
         if not self.out.extras:
             return  # nothing was rewritten: the graph stays as it is
         made: dict[Any, fx.Node] = {}
+        live = _live(self.graph)  # what was rewritten is still there, for the host to evaluate
         for node in list(self.graph.nodes):
             if host.deps.get(node, Deps.DATA) & (Deps.INT | Deps.DATA) != Deps.INT:
                 continue
             val = node.meta["val"]
             for user in list(node.users):
                 if Deps.DATA not in host.deps.get(user, Deps.DATA) or user.op == "output":
+                    continue
+                if user not in live:
                     continue
                 if isinstance(val, torch.Tensor):
                     if not all(isinstance(s, int) for s in val.shape) or val.numel() > _LIFTED:
@@ -160,8 +169,7 @@ class Rewriter:
                     ]
                 )
                 node = self.graph.placeholder(name)
-            mode = _fake_mode(self.graph)
-            with mode:
+            with fake_mode(self.graph):
                 node.meta["val"] = torch.empty(e.shape, dtype=e.dtype, device=device)
             self._extra[e] = self._last = node
             self.out.extras.append(e)
@@ -169,11 +177,7 @@ class Rewriter:
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """Record an op with its fake value, so that later ops and passes see shapes."""
-        node = self.graph.call_function(target, tuple(args), kwargs)
-        vals = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with _fake_mode(self.graph), torch.no_grad():
-            node.meta["val"] = target(*vals[0], **vals[1])
-        return node
+        return Emitter(self.graph)(target, *args, **kwargs)
 
     def _scales(self, i: int, cohort: Cohort) -> None:
         """Calibrated maxima become inputs."""
@@ -184,6 +188,14 @@ class Rewriter:
             self._scale_inputs[node] = new
             self.out.scales[new] = e
             node.replace_all_uses_with(new)
+        first = len(cohort.scales())
+        for num, (user, query) in enumerate(cohort.queries, first):
+            val = query.meta["val"]
+            shape = (*val.shape[:2], 1, 1)
+            e = Extra("scale", i, operand=num, shape=shape, dtype=torch.float32)
+            user.meta["query_amax"] = self.extra(e, val.device).name
+        if cohort.scales() or cohort.queries:  # for kernels that count in passing
+            self.extra(Extra("saturated", i, shape=(1,)), _device(cohort))
 
     def _count(self, i: int, cohort: Cohort, view: View, f: Fn, rows: fx.Node) -> None:
         """Count fresh values beyond a calibrated maximum, on the device."""
@@ -200,8 +212,11 @@ class Rewriter:
             top = self._as(self._scale_inputs[node], tuple(wide.meta["val"].shape))
             over = self.call(aten.gt.Tensor, (self.call(aten.abs.default, (rows,), {}), top), {})
             n = self.call(aten.sum.default, (over,), {})
-            held = self._counts.get(counter, counter)
-            self._counts[counter] = self.call(aten.add.Tensor, (held, n), {})
+            lead = Extra(
+                "view", i, view=cohort.views.index(view),
+                shape=view.storage_shape(cohort.capacity), dtype=view.storage_dtype,
+            )  # fmt: skip
+            self._counts.setdefault(counter, []).append((n, self._extra[lead].name))
 
     # -- one cache -----------------------------------------------------------------------------
 
@@ -226,7 +241,7 @@ class Rewriter:
             if not (cohort.unified and v.raw):
                 shape = v.storage_shape(cohort.capacity)
                 store[j] = self.extra(
-                    Extra("view", i, view=j, shape=shape, dtype=v.fn.dtype), device
+                    Extra("view", i, view=j, shape=shape, dtype=v.storage_dtype), device
                 )
         start = dict(store)
         written: dict[int | None, set[int]] = {s: set() for s in store}
@@ -288,16 +303,30 @@ class Rewriter:
 
     def _read(self, node: fx.Node, v: View, val: SlotVal, held: fx.Node, n: int) -> fx.Node:
         """``node``'s value out of the storage: the layout ops that were not stored."""
-        rows = self._as(held, with_slots(v.fn.shape, v.fn.dims, n))
-        out = emit(val.fn, n, self.call, substituting(v.fn, rows), _no_operand)
+        rows = self._bits(self._as(held, with_slots(v.fn.shape, v.fn.dims, n)), v.fn.dtype)
+        # what was not stored: layout, and scales of FP8 values
+        out = emit(val.fn, n, self.call, substituting(v.fn, rows), self._const)
         return self._as(out, shape_of(node))
+
+    def _bits(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """FP8 as bytes, bytes as FP8; all else is of the dtype already."""
+        if torch.uint8 not in (dtype, have := node.meta["val"].dtype) or have == dtype:
+            return node
+        return self.call(aten.view.dtype, (node, dtype), {})
+
+    def _const(self, o: Operand) -> fx.Node:
+        return self._scale_inputs.get(o.node, o.node)
 
     def _write(
         self, i: int, cohort: Cohort, cache: Cache, e: int, new: list[tuple[int, int]],
         view: View | None, held: fx.Node, device: torch.device,
     ) -> fx.Node:  # fmt: skip
         axis = cache.dims[0] if view is None else view.axis
-        parts = [(k, m, self._rows(i, cohort, cache, e, k, m, view, device)) for k, m in new]
+        dtype = held.meta["val"].dtype
+        parts = [
+            (k, m, self._bits(self._rows(i, cohort, cache, e, k, m, view, device), dtype))
+            for k, m in new
+        ]
         return self._place(i, cohort, e, axis, held, parts, device)
 
     def _place(
@@ -346,7 +375,7 @@ class Rewriter:
 
         def operand(o: Operand) -> fx.Node:
             if o.role == "const" or not isinstance(o.node.meta["val"], torch.Tensor):
-                return o.node
+                return self._const(o)
             j = first_of_class(cohort, view)
             num = [t.key for t in view.tables()].index(o.key)
             return self.extra(
@@ -475,6 +504,10 @@ def _reduced(node: fx.Node) -> list[int]:
     return list(shapes.normal_dims(arg, rank))
 
 
+def _device(cohort: Cohort) -> torch.device:
+    return cohort.caches[0].info.node.meta["val"].device
+
+
 def query_operand(user: fx.Node, key: fx.Node) -> tuple[int, int]:
     """(argument number, contracted axis) of the query that meets ``key`` in ``user``."""
     if user.target is torch.ops.rtc.attention.default:
@@ -505,23 +538,23 @@ def _first(
     return min(users, key=lambda n: index[n], default=end)
 
 
-def _no_operand(o: Operand) -> Any:
-    raise AssertionError("layout ops have no operands")
-
-
-def _fake_mode(graph: fx.Graph) -> Any:
-    for n in graph.nodes:
-        val = n.meta.get("val")
-        if isinstance(val, torch._subclasses.FakeTensor):
-            return val.fake_mode
-    raise AssertionError("graph without fake values")
-
-
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph module with its own graph over the same attributes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return fx.GraphModule(gm, graph)
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the output or a write depends on."""
+    stack = [n for n in graph.nodes if n.op == "output" or n.target is aten.copy_.default]
+    live: set[fx.Node] = set()
+    while stack:
+        n = stack.pop()
+        if n not in live:
+            live.add(n)
+            stack += n.all_input_nodes
+    return live
 
 
 def dead_code(graph: fx.Graph) -> None:

@@ -42,6 +42,7 @@ aten = torch.ops.aten
 
 # What may follow the rotation inside a view: it commutes with turning pairs, up to rounding.
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_FACTORS = (aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,16 +211,25 @@ def score_axis(view: View, use: tuple[fx.Node, fx.Node, Any]) -> int | None:
 
 
 def _track(start: Fn, end: Fn, axis: int) -> int | None:
-    """Where ``axis`` of ``start`` is in ``end``, through layout ops; None where it is regrouped."""
+    """Where ``axis`` of ``start`` is in ``end``, through layout ops, casts, and factors that are
+    the same all along the axis; None where it is regrouped or scaled unevenly."""
     chain: list[Fn] = []
     f = end
     while f.key != start.key:
-        if f.kind != "op" or f.target not in LAYOUT:
+        if f.kind != "op" or f.target not in (*LAYOUT, *_CASTS, *_FACTORS):
             return None
         chain.append(f)
         f = f.children[0]
     for f in reversed(chain):
         child = f.children[0]
+        if f.target in _CASTS:
+            continue
+        if f.target in _FACTORS:
+            if len(f.children) != 1 or child.shape != f.shape:
+                return None
+            if any(_varies(o, axis - len(f.shape)) for o in f.operands_here()):
+                return None
+            continue
         perm = permutation(f.target, f.args, len(child.shape))
         if perm is not None:
             axis = perm.index(axis)
@@ -235,6 +245,11 @@ def _track(start: Fn, end: Fn, axis: int) -> int | None:
                 return None
             axis = dims[0]
     return axis
+
+
+def _varies(o: Operand, axis: int) -> bool:
+    """Whether an operand differs along an axis, counted from the end."""
+    return o.role != "const" or (len(o.shape) >= -axis and o.shape[axis] != 1)
 
 
 def rotated(fn: Fn) -> Fn | None:

@@ -6,6 +6,8 @@ Dynamo graph -> SDPA as one opaque op -> AOTAutograd (functional ATen, mutation 
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 
+from rtc import constants, regions
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
@@ -27,7 +30,9 @@ from rtc.passes.analysis.slots import COPIES
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
 from rtc.report import GraphReport
+from rtc.runtime.constants import WithConstants
 from rtc.runtime.owners import OWNERS, guard_all, owners
+from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import GraphRuntime, Session
 from rtc.runtime.step import Step
 
@@ -44,6 +49,9 @@ class Specialize(Exception):
 
 # A window that fills has a graph for each length; beyond so many, lengths stay symbolic.
 _STATIC_GRAPHS = 16
+
+# On the CPU a cut costs some microseconds a region; compiling as a whole, seconds per dozen of ops.
+_MANY_HEAVY = 100
 
 
 @dataclass
@@ -127,7 +135,8 @@ class Compiler:
                 self.options.switches(),
                 calibrate=self.options.quantize == "calibrated",
                 write_back=self.options.write_back,
-                lift=self._step_graph(inputs),
+                kernels=self._own_kernels(inputs),
+                lift=self._step_graph(inputs) or self._wants_regions(gm, inputs),
                 on_pass=self.on_phase,
             )
         except IllegalCombination as e:
@@ -142,12 +151,17 @@ class Compiler:
         self.on_phase("code generation")
         managed = any(c.order != "plain" for c in result.plan.cohorts)
         if not managed:
-            run = self._lower(plain, list(fakes))
+            fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
+            run = self._lower(new if fused else plain, list(fakes), report)
             report.seconds[self.options.lowering] = time.perf_counter() - t0
             return _owned(run, inputs, self.session)
         parts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
         extras = [n.meta["val"] for n in result.rewritten.nodes]
-        run = self._lower(new, [*fakes, *parts, *extras])
+        first = len(fakes) + len(parts)
+        constant = [i.index for i in inputs if i.parameter and not i.mutated] + [
+            first + j for j, e in enumerate(result.rewritten.extras) if e.kind == "scale"
+        ]
+        run = self._lower(new, [*fakes, *parts, *extras], report, constant)
         report.seconds[self.options.lowering] = time.perf_counter() - t0
         lowered: list[Callable[..., Any]] = []
 
@@ -155,19 +169,23 @@ class Compiler:
             # the untouched graph, op by op: rare calls only, so it is not worth a compile
             if not lowered:
                 show_attention(plain)
-                lowered.append(make_boxed_func(plain.forward))
+                lowered.append(make_boxed_func(regions.early_writes(plain).forward))
             return lowered[0](args)
 
-        def measured(args: list[Any], names: list[str]) -> tuple[Any, list[torch.Tensor]]:
-            """The untouched graph, and the values of some of its nodes."""
-            show_attention(plain)
-            watch = _Watch(plain, set(names))
-            out = watch.run(*args)
-            return out, [watch.seen[n] for n in names]
+        def measured(
+            args: list[Any], names: list[str], queries: list[str]
+        ) -> tuple[Any, dict[str, torch.Tensor]]:
+            """The graph as traced; values of some nodes, and largest sizes a head of others."""
+            whole = result.traced or plain
+            show_attention(whole)
+            regions.early_writes(whole)
+            watch = _Watch(whole, set(names), set(queries))
+            taken = sum(n.op == "placeholder" for n in whole.graph.nodes)
+            return watch.run(*args[:taken]), watch.seen
 
         runtime = GraphRuntime(
             self.session, result, result.inputs, gm, run, fallback, measured,
-            self.options.calibration_margin,
+            self.options.calibration_margin, self._refresher(inputs),
         )  # fmt: skip
         if self._step_graph(inputs):
             runtime.step = Step(runtime.rewritten, result, runtime.inputs)
@@ -177,9 +195,14 @@ class Compiler:
 
     def _step_graph(self, inputs: list[InputInfo]) -> bool:
         """Whether steps are to be replayed from a captured graph."""
+        if self.options.step_graph == "auto":
+            return self._cuda(inputs)
+        return self.options.step_graph == "simulate"
+
+    @staticmethod
+    def _cuda(inputs: list[InputInfo]) -> bool:
         vals = [i.node.meta["val"] for i in inputs]
-        cuda = any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
-        return self.options.step_graph == "simulate" or (cuda and self.options.step_graph == "auto")
+        return any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in vals)
 
     def _specialize(self, inputs: list[InputInfo], sample: dict[fx.Node, int]) -> None:
         """Raise Specialize for ints that fix sizes around a cache, the first time they are seen.
@@ -206,8 +229,47 @@ class Compiler:
                 self.fixed[name] = {value}
             raise Specialize(values)
 
-    def _lower(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
+    def _refresher(self, inputs: list[InputInfo]) -> Refresher:
+        """On a GPU, coming refreshes are compiled ahead: op by op, a reset would be seen."""
+        on = self._cuda(inputs) and self.options.lowering == "inductor"
+        return Refresher(self._lower_one if on or self.options.step_graph == "simulate" else None)
+
+    def _own_kernels(self, inputs: list[InputInfo]) -> bool:
+        if self.options.kernels != "auto":
+            return self.options.kernels == "on"
+        return self._cuda(inputs) and importlib.util.find_spec("triton") is not None
+
+    def _wants_regions(self, gm: fx.GraphModule, inputs: list[InputInfo]) -> bool:
+        """Whether alike parts are compiled once: where the host's share of a step is replayed from
+        a CUDA graph, or where compiling part after part would take long."""
+        if self.options.regions != "auto":
+            return self.options.regions == "on"
+        if self.options.lowering == "eager":
+            return False
+        return self._cuda(inputs) or regions.repeats(gm) >= _MANY_HEAVY
+
+    def _lower(
+        self, gm: fx.GraphModule, fakes: list[Any], report: GraphReport,
+        constant: Sequence[int] = (),
+    ) -> Callable[..., Any]:  # fmt: skip
+        """``constant``: numbers of the inputs that stay as they are for a session."""
+        inputs = _inputs(gm, [])
+        if self._wants_regions(gm, inputs):
+            why = regions.obstacle(gm)
+            if why is None:
+                parts = constants.split(gm, constant)
+                program, cut = regions.cut(parts.main if parts else gm, self._lower_one)
+                report.regions = dataclasses.asdict(cut)
+                if parts is None:
+                    return program
+                make, _ = regions.cut(parts.constants, self._lower_one)
+                report.regions["constants"] = len(parts.fakes)
+                return WithConstants(program, make, parts.where)
+            report.notes.append(f"compiled as a whole: {why}")
         show_attention(gm)
+        return self._lower_one(gm, fakes)
+
+    def _lower_one(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
         if self.options.lowering == "eager":
             return make_boxed_func(gm.forward)
         from torch._inductor.compile_fx import compile_fx
@@ -218,15 +280,17 @@ class Compiler:
 
 
 class _Watch(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, names: set[str]) -> None:
+    def __init__(self, gm: fx.GraphModule, names: set[str], queries: set[str]) -> None:
         super().__init__(gm)
-        self.names = names
+        self.names, self.queries = names, queries
         self.seen: dict[str, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
         if n.name in self.names:
             self.seen[n.name] = out
+        if n.name in self.queries:
+            self.seen[n.name] = out.abs().amax((2, 3), keepdim=True).float()
         return out
 
 

@@ -29,6 +29,7 @@ class GraphReport:
     work: dict[str, dict[str, int]] = field(default_factory=dict)
     caches: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    regions: dict[str, int] = field(default_factory=dict)  # how it was cut up, if it was
     _indices: list[int] = field(default_factory=list)
 
     def before(self, gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> None:

@@ -80,6 +80,7 @@ class CohortRuntime:
             total += counts[k]
         self.counts, self.fresh = counts, total
         self.scales = list(cohort.scales())
+        self.queries = [q for _, q in cohort.queries]
         self._tables = np.array([self.offsets.get(k, 0) for k in range(max(counts, default=0) + 1)])
 
     @property
@@ -192,18 +193,23 @@ class CohortRuntime:
     def rehearse(
         self, st: CohortState, host: Callable[[int], Mapping[fx.Node, Any]], calls: int,
         seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> list[Refresh]:  # fmt: skip
         """Play the coming calls through without running them, so that what their tables have in
-        common is known when they come. ``host(t)``: host values of the call ``t`` calls ahead."""
+        common is known when they come. ``host(t)``: host values of the call ``t`` calls ahead.
+        Returns what will have to be made again."""
         ahead = copy.copy(st)
+        coming: list[Refresh] = []
         ahead.counters, until = Counters(), time.perf_counter() + seconds
         for t in range(1, calls + 1):
             if time.perf_counter() > until:
-                return
+                break
             try:
-                self.finish(ahead, self.prepare(ahead, host(t), {}))
+                prep = self.prepare(ahead, host(t), {})
+                self.finish(ahead, prep)
             except (Fallback, IndexError):
-                return
+                break
+            coming += prep.refresh
+        return coming
 
     # -- pieces --------------------------------------------------------------------------------
 

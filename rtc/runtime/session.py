@@ -24,8 +24,8 @@ from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
-from rtc.runtime.prepare import CohortRuntime, Prepared
-from rtc.runtime.refresh import refresh, sent
+from rtc.runtime.prepare import CohortRuntime, Prepared, Refresh
+from rtc.runtime.refresh import Refresher, sent
 from rtc.runtime.state import CohortState, Counters, Handle, Stamp
 from rtc.runtime.step import Step
 
@@ -136,8 +136,10 @@ class GraphRuntime:
     def __init__(
         self, session: Session, result: Result, inputs: Sequence[InputInfo], gm: fx.GraphModule,
         rewritten: Callable[[list[Any]], Any], plain: Callable[[list[Any]], Any],
-        measured: Callable[[list[Any], list[str]], Any], margin: float,
+        measured: Callable[[list[Any], list[str], list[str]], Any], margin: float,
+        refresher: Refresher,
     ) -> None:  # fmt: skip
+        self.refresher = refresher
         self.measured, self.margin = measured, margin
         self.session, self.inputs = session, list(inputs)
         self.rewritten, self.plain = rewritten, plain
@@ -227,7 +229,7 @@ class GraphRuntime:
                 st = self._state(c, args_in)
                 st.check_consts(stamps)
                 st.check_tables(tables)
-                if c.scales and st.scales is None:
+                if (c.scales or c.queries) and st.scales is None:
                     return self._calibrate(args_in)
                 states.append((c, st, c.prepare(st, env, memo)))
         except Fallback as e:
@@ -262,10 +264,13 @@ class GraphRuntime:
         # ints that go another way in truth may lead anywhere
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             for c, st, _ in states:
-                c.rehearse(
+                coming = c.rehearse(
                     st, lambda t: self.host.run({n: x + t for n, x in ints.items()}, consts),
                     LOOK_AHEAD, _REHEARSAL_SECONDS,
                 )  # fmt: skip
+                for r in coming:
+                    rot = c.cohort.rotations.get(r.klass)
+                    self.refresher.expect(st, list(_alike(c, st, r)), r, rot)
 
     def _run(self, args: list[Any], states: list[Any], env: Mapping[fx.Node, Any]) -> Any:
         extras = [self._extra(e, states, args, env) for e in self.extras]
@@ -291,17 +296,17 @@ class GraphRuntime:
             st.materialize()
             pairs.append((c, st))
         nodes = [n for c, _ in pairs for n in c.scales]
-        out, values = self.measured(
-            args[: len(self.inputs) - len(self.parts)], [n.name for n in nodes]
-        )
-        found = dict(zip(nodes, values, strict=True))
+        queries = [n for c, _ in pairs for n in c.queries]
+        out, found = self.measured(args, [n.name for n in nodes], [n.name for n in queries])
         for c, st in pairs:
             st.invalidate()
             self.session.touched.append(st)
-            got = [found[n] for n in c.scales]
+            got = [found[n.name] for n in c.scales]
+            # turning pairs of features may enlarge the largest by the root of two
+            sizes = [found[n.name].clamp(min=_SMALLEST) * 2**0.5 for n in c.queries]
             # zeros calibrate nothing: a session that starts empty is measured again
-            if c.scales and all(bool((v > 0).all()) for v in got):
-                st.scales = [v * self.margin for v in got]
+            if all(bool((v > 0).all()) for v in got):
+                st.scales = [v * self.margin for v in (*got, *sizes)]
         return out
 
     def _broken(self, st: CohortState) -> None:
@@ -386,15 +391,10 @@ class GraphRuntime:
         for r in prep.refresh:
             src = st.place.find(r.cids)
             assert (src >= 0).all(), "a slot to refresh is not in the cache"
-            alike: dict[Any, list[Any]] = {}
-            for j, v in enumerate(c.cohort.views):
-                if v.klass == r.klass and j in st.storages:
-                    alike.setdefault((v.fn.key, st.dims[v.cache]), []).append((j, v))
             rot = c.cohort.rotations.get(r.klass)
             with torch.no_grad():
-                for views in alike.values():
-                    for part in _chunks(views, len(src), st):
-                        refresh(st, part, r, src, self.const, rot)
+                for views in _alike(c, st, r):
+                    self.refresher.run(st, views, r, src, self.const, rot)
             st.counters.refreshed_slots += len(r.cids)
 
     def _extra(
@@ -402,7 +402,7 @@ class GraphRuntime:
     ) -> torch.Tensor:
         """The value of a new input: state on its device, what the host worked out on the CPU."""
         if e.kind == "host":
-            return self.lifted[e.operand].value(env).to(e.dtype).reshape(e.shape)
+            return self.lifted[e.operand].value(env).to(e.dtype).reshape(e.shape).contiguous()
         _, st, prep = next(s for s in states if s[0].index == e.cohort)
         if e.kind == "view":
             return st.storages[e.view]
@@ -416,7 +416,18 @@ class GraphRuntime:
 # Refreshed rows of several views go through their work side by side, as many as stay in a CPU's
 # cache; a GPU wants few large launches.
 _CHUNK_BYTES = {"cpu": 1 << 23}
+_SMALLEST = 1e-6  # of a calibrated query: heads that were zero in the first call
 _CHUNK_ELSEWHERE = 1 << 28
+
+
+def _alike(c: CohortRuntime, st: CohortState, r: Refresh) -> Iterator[list[Any]]:
+    """The views of a class by equal work, as many as are refreshed side by side."""
+    alike: dict[Any, list[Any]] = {}
+    for j, v in enumerate(c.cohort.views):
+        if v.klass == r.klass and j in st.storages:
+            alike.setdefault((v.fn.key, st.dims[v.cache]), []).append((j, v))
+    for views in alike.values():
+        yield from _chunks(views, len(r.cids), st)
 
 
 def _chunks(views: list[Any], slots: int, st: CohortState) -> Iterator[list[Any]]:

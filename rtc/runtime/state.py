@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.errors import StateError
 from rtc.passes.analysis.fn import structural_key
@@ -58,6 +59,10 @@ class Stamp:
     def __init__(self, tensor: torch.Tensor, epoch: int) -> None:
         self.ref = weakref.ref(tensor)  # an id may come back once its tensor is gone
         self.rest = (None if tensor.is_inference() else tensor._version, epoch)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is this tensor, unchanged."""
+        return self.ref() is tensor and self.rest[0] == tensor._version
 
     def same(self, other: Stamp) -> bool:
         mine = self.ref()
@@ -111,7 +116,9 @@ class CohortState:
                 continue
             dev = cohort.caches[v.cache].info.node.meta["val"].device
             with torch.inference_mode(False):  # kept for calls in any mode
-                self.storages[j] = torch.empty(v.storage_shape(cap), dtype=v.fn.dtype, device=dev)
+                self.storages[j] = torch.empty(
+                    v.storage_shape(cap), dtype=v.storage_dtype, device=dev
+                )
             self.axes[j] = v.axis
             self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
         self.versions: list[int | None] = [None] * len(handles)
@@ -176,6 +183,11 @@ class CohortState:
             return
         if between:
             self._check_untouched()
+        # it may be the garbage collector that calls, in the middle of another model's tracing
+        with _disable_current_modes():
+            self._put_in_order()
+
+    def _put_in_order(self) -> None:
         src = self.place.find(self.cids)
         for h, dims in zip(self.handles, self.dims, strict=True):
             user = h.owner()

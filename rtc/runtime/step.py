@@ -10,6 +10,7 @@ import torch
 from rtc.graphs.step import Staging, StepGraph
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.pipeline import Result
+from rtc.runtime.constants import WithConstants
 from rtc.runtime.state import Counters
 
 _STATE = ("view", "scale", "saturated")  # extras that live on the device, at fixed addresses
@@ -58,6 +59,8 @@ class Step:
             have = owner[self] = staging, StepGraph(self.run)
         staging, graph = have
         staging.put([extras[i] for i in self.sent])
+        if isinstance(self.run, WithConstants):
+            self.run.refresh([*args, *extras])
 
         def arrange(static: Sequence[torch.Tensor]) -> list[Any]:
             out, new = list(args), list(extras)

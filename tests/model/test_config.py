@@ -22,13 +22,22 @@ def test_57b_reproduces_the_published_arithmetic():
     assert HUGE.cache_bytes(1) == 2 * 240 * 5788 * 7680
 
 
+def test_57b_fits_one_gpu_in_bfloat16():
+    assert HUGE.weight_bytes(2) == pytest.approx(57.1e9, rel=1e-2)
+    assert HUGE.cache_bytes(2) == pytest.approx(42.7e9, rel=1e-2)
+    assert HUGE.weight_bytes(2) + HUGE.cache_bytes(2) < 100e9 < 139 * 2**30
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_counts_agree_with_the_module(name):
     cfg = PRESETS[name]
     model = build(cfg, device="meta", dtype=torch.bfloat16)
-    linears = [p for n, p in model.named_parameters() if ".linear1." in n or ".linear2." in n]
+    linears = [
+        p for n, p in model.named_parameters() if n.endswith(("linear1.weight", "linear2.weight"))
+    ]
     assert sum(p.numel() for p in linears) == cfg.linear_params
     assert sum(p.numel() for p in model.parameters()) == cfg.params
+    assert sum(p.nbytes for p in model.parameters()) == cfg.weight_bytes(2)
     caches = list(model.buffers())
     assert len(caches) == 2 * cfg.calls
     assert {c.shape for c in caches} == {(cfg.batch, cfg.slots, cfg.heads, cfg.head_dim)}

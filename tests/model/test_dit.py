@@ -14,6 +14,7 @@ from rtc.model.rope import apply_rope
 
 TINY = PRESETS["tiny"]
 FP8 = replace(TINY, quantize_kv=True)
+LINEARS = PRESETS["tiny-fp8"]
 
 
 def started(cfg, **kw):
@@ -32,7 +33,7 @@ def contents(model):
     return [c.clone() for c in model.buffers()]
 
 
-@pytest.mark.parametrize("cfg", [TINY, FP8], ids=["raw", "fp8"])
+@pytest.mark.parametrize("cfg", [TINY, FP8, LINEARS], ids=["raw", "fp8", "linears"])
 def test_120_chained_steps_are_finite_and_deterministic(cfg):
     one, two = started(cfg), started(cfg)
     for step in range(120):
@@ -150,9 +151,10 @@ def test_quantized_variant_is_near_and_caches_raw_keys():
     assert torch.equal(first_raw.k, first_fp8.k)  # before any attention: not quantized in place
 
 
+@pytest.mark.parametrize("cfg", [TINY, LINEARS], ids=["raw", "linears"])
 @pytest.mark.parametrize("length", [1, 3, TINY.sink])
-def test_first_pass_fills_the_sink_only(length):
-    model = build(TINY, dtype=torch.float64)
+def test_first_pass_fills_the_sink_only(length, cfg):
+    model = build(cfg, dtype=torch.float64)
     model(*inputs(TINY, 0))
     before = contents(model)
     model.first_pass(example_prompt(TINY, length, dtype=torch.float64))
@@ -179,7 +181,7 @@ def test_wrong_input_shapes_are_refused():
         model(noise, cond.repeat(2, 1), step)
 
 
-@pytest.mark.parametrize("cfg", [TINY, FP8], ids=["raw", "fp8"])
+@pytest.mark.parametrize("cfg", [TINY, FP8, LINEARS], ids=["raw", "fp8", "linears"])
 def test_traces_as_one_graph_for_every_step(cfg):
     graphs = []
 

@@ -101,7 +101,7 @@ def test_the_report_names_the_caches_and_the_lines():
     )
     chain(eager, compiled, range(3))
     data = compiled.report().to_dict()
-    assert [p["applied"] for p in data["graphs"][0]["passes"]] == [0, 0, 0]
+    assert {p["applied"] for p in data["graphs"][0]["passes"]} == {0}
     eager, _, compiled = pair()
     chain(eager, compiled, range(3))
     caches = compiled.report().to_dict()["graphs"][0]["caches"]

@@ -1,0 +1,86 @@
+"""Host time of one step at the full model's number of slots: what the call itself takes.
+
+    python bench/bench_host.py --device cuda --profile
+
+The model is narrow, so the device is never waited for; slots, tokens and positions are those of the
+preset. Prints milliseconds a call (median, p95, and the resets apart), appends a JSON line.
+"""
+
+import argparse
+import cProfile
+import dataclasses
+import json
+import pstats
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import rtc
+from bench.bench_step import _commit, _machine
+from rtc.model import PRESETS, build, example_inputs
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--preset", default="57b", choices=sorted(PRESETS))
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--profile", action="store_true", help="print where the time goes")
+    p.add_argument("--options", default='{"quantize": "calibrated"}', help="of rtc.Options, JSON")
+    p.add_argument("--out", default="bench/results/host.jsonl")
+    args = p.parse_args()
+
+    full = PRESETS[args.preset]
+    cfg = dataclasses.replace(full, layers=args.layers, dim=128, heads=1, hidden=64)
+    options = json.loads(args.options)
+    if args.device == "cpu":
+        options.setdefault("step_graph", "simulate")
+    model = build(cfg, device=args.device, dtype=torch.float32, seed=0)
+    compiled = rtc.compile(model, options=rtc.Options(**options))
+    sync = torch.cuda.synchronize if args.device != "cpu" else lambda: None
+    start = full.reset_period - 4
+    seconds, profile = {}, cProfile.Profile()
+    for step in range(start, start + args.steps):
+        inputs = example_inputs(cfg, step, seed=1, device=args.device)
+        sync()
+        reset = step % full.reset_period == 0
+        profiled = args.profile and step > start + 8 and not reset
+        if profiled:
+            profile.enable()
+        t = time.perf_counter()
+        compiled(*inputs)
+        seconds[step] = time.perf_counter() - t
+        if profiled:
+            profile.disable()
+    timed = {s: v * 1e3 for s, v in seconds.items() if s > start + 8}
+    resets = [v for s, v in timed.items() if s % full.reset_period == 0]
+    rest = sorted(v for s, v in timed.items() if s % full.reset_period)
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _commit(),
+        "machine": _machine(args.device),
+        "torch": torch.__version__,
+        "preset": args.preset,
+        "layers": args.layers,
+        "options": options,
+        "threads": torch.get_num_threads(),
+        "host_ms": statistics.median(rest),
+        "p95_ms": rest[int(0.95 * (len(rest) - 1))],
+        "resets_ms": resets,
+        "replays": compiled.report().to_dict()["runtime"]["replays"],
+    }
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(28)
+    print(json.dumps(line))
+    with Path(args.out).open("a") as f:
+        f.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
