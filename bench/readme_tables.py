@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+FP8_PEAK = 1979  # TFLOP/s, dense, of an H200 by its datasheet
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -53,13 +54,119 @@ def compiles() -> list[str]:
     return out
 
 
+def full_step() -> list[str]:
+    """Rows of the sustained step of the full model, the latest run on each machine."""
+    out = []
+    for r in latest([r for r in rows("step.jsonl") if r["preset"] == "57b"], "machine"):
+        out += [
+            f"57b on one {r['machine']}, torch {r['torch']}, {r['steps']} steps:",
+            "",
+            "| | step | error | reset step | of FP8 peak | power | SM clock | peak memory |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for name, s in r["sides"].items():
+            power = s.get("power") or {}
+            reset = s.get("reset_ratio")
+            out.append(
+                f"| {name} | {s['median_ms']:.0f} ms | {_error(s.get('error'))} | "
+                f"{f'{reset:.2f}x' if reset else '-'} | {_of(s['tflops'] / FP8_PEAK, '{:.0%}')} | "
+                f"{_of(power.get('power_w'), '{:.0f} W')} | "
+                f"{_of(power.get('sm_mhz'), '{:.0f} MHz')} | {s['memory']['peak'] / 1e9:.0f} GB |"
+            )
+    return out
+
+
+def _of(x: float | None, form: str) -> str:
+    return "-" if x is None else form.format(x)
+
+
+def _error(x: float | None) -> str:
+    return "-" if not x else f"{x:.1e}"
+
+
+def waterfall() -> list[str]:
+    found = latest(rows("waterfall.jsonl"), "row", "machine")
+    if not found:
+        return []
+    out = ["| device time of a block | us | error |", "|---|---|---|"]
+    return out + [f"| {r['row']} | {r['us_a_block']:.0f} | {r['error']:.1e} |" for r in found]
+
+
+def numerics() -> list[str]:
+    found = latest(rows("numerics.jsonl"), "row", "machine", "preset")
+    if not found:
+        return []
+    out = ["| error against float64, outputs of a step | model | median | largest |"]
+    out.append("|---|---|---|---|")
+    return out + [
+        f"| {r['row']} | {r['preset']}, {r['layers']} layers, {r['dtype'][6:]}, {r['steps']} steps "
+        f"| {r['median']:.1e} | {r['largest']:.1e} |"
+        for r in found
+    ]
+
+
+def kernels() -> list[str]:
+    """The best of each kind at the sizes of one GPU."""
+    out = ["| kernel, 757 tokens | rtc's choice | beside it |", "|---|---|---|"]
+    for heads in (60, 30):
+        found = [r for r in rows("attention.jsonl") if r["heads"] == heads]
+        fp8 = sorted((r for r in found if "sdpa" not in r["candidate"]), key=lambda r: r["us"])
+        bf16 = min((r for r in found if "sdpa" in r["candidate"]), key=lambda r: r["us"])
+        out.append(
+            f"| FP8 attention, {heads} heads | {fp8[0]['candidate'].split(' ')[0]} "
+            f"{fp8[0]['us']:.0f} us, {fp8[0]['tflops']:.0f} TFLOP/s | {bf16['candidate']} "
+            f"{bf16['us']:.0f} us |"
+        )
+    for r in latest(rows("linear.jsonl"), "bench", "shape"):
+        if r.get("bench") != "linear_fp8":
+            continue
+        best = sorted(r["candidates"].items(), key=lambda kv: kv[1].get("median_us", 1e9))[:2]
+        cells = [f"{n} {c['median_us']:.0f} us, {c['tflops']:.0f} TFLOP/s" for n, c in best]
+        out.append(f"| FP8 product, {r['shape']} | {cells[0]} | {cells[1]} |")
+    for r in latest(rows("pointwise.jsonl"), "op"):
+        own = [c for n, c in r["sides"].items() if n.startswith("ours")]
+        ours = min(own, key=lambda c: c["us"])
+        stock = r["sides"].get("torch.compile")
+        beside = f"torch.compile {stock['us']:.0f} us" if stock else "-"
+        out.append(
+            f"| {r['op']} | {ours['us']:.1f} us, {ours['of_copy']:.0%} of a copy kernel's rate, "
+            f"{ours['of_copy_2gb']:.0%} of a 2 GB copy's | {beside} |"
+        )
+    return out
+
+
+def picture() -> None:
+    """bench/results/waterfall.svg: device time of a block, switch by switch."""
+    found = [r for r in latest(rows("waterfall.jsonl"), "row") if r["cumulative"]][1:]
+    if not found:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "rtc"
+    from matplotlib import pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(8, 0.45 * len(found) + 0.8))
+    us = [r["us_a_block"] for r in found]
+    ax.barh([r["row"] for r in found], us, color=["#9aa7b5"] + ["#2f7ed8"] * (len(found) - 1))
+    for i, x in enumerate(us):
+        ax.text(x, i, f" {x:.0f}", va="center", fontsize=9)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"device time of a block, us ({found[-1]['machine']})")
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(ROOT / "bench" / "results" / "waterfall.svg", metadata={"Date": None})
+
+
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
-    body = "\n".join(["", *steps(), "", *compiles(), ""])
+    parts = [full_step(), waterfall(), numerics(), kernels(), steps(), compiles()]
+    body = "\n".join(["", *(line for part in parts if part for line in (*part, ""))])
     readme.write_text(f"{head}{BEGIN}{body}{END}{tail}")
+    picture()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from rtc.passes.plan import Refusal
 aten = torch.ops.aten
 
 _TOP = 448.0
+_NORM_OPS = "pow square mul mean sum add rsqrt sqrt reciprocal div rms_norm _fused_rms_norm".split()
 _CLOSE = 1e-4  # of float32 pieces, relative to the largest value
 
 
@@ -158,7 +159,7 @@ class _Prober:
     def _rope(self, piece: Piece) -> str | None:
         shape = tuple(val(piece.start).shape)
         leaves = random_leaves(piece, self.known, self.generator)
-        if leaves is None:
+        if leaves is None or not piece.is_linear:
             return None
         x = torch.randn(shape, generator=self.generator)
         try:
@@ -191,7 +192,11 @@ class _Prober:
     def _norm(self, piece: Piece) -> tuple[float, bool] | None:
         shape = tuple(val(piece.start).shape)
         dim = shape[-1]
-        if len(piece.leaves) > 1 or any(_numel(n) != dim for n in piece.leaves):
+        if (
+            not piece.only(_NORM_OPS)
+            or len(piece.leaves) > 1
+            or any(_numel(n) != dim for n in piece.leaves)
+        ):
             return None
         leaves = random_leaves(piece, self.known, self.generator)
         if leaves is None:
@@ -201,20 +206,26 @@ class _Prober:
             tiny = torch.full(shape, 1e-15)
             ratio = piece.run(tiny, leaves).flatten()[:dim].double() / 1e-15
             x = torch.randn(shape, generator=self.generator)
-            y = piece.run(x, leaves)
+            ys = {size: piece.run(x * size, leaves) for size in (1.0, 1e3)}
         except (RuntimeError, TypeError, IndexError):
             return None
-        if y.shape != shape:
+        if ys[1.0].shape != shape:
             return None
         for plus_one in (False, True):
             w = weight + 1 if plus_one else weight
             eps = float(((w.double() / ratio) ** 2).median())
             if not 0 < eps < 1:
                 continue
-            want = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
-            if (y - want).abs().max() <= _CLOSE * want.abs().max():
+            near = eps**0.5  # where the place of eps in the formula shows
+            ys[near] = piece.run(x * near, leaves)
+            if all(self._normed(x * size, w, eps, y) for size, y in ys.items()):
                 return float(f"{eps:.4g}"), plus_one
         return None
+
+    @staticmethod
+    def _normed(x: torch.Tensor, w: torch.Tensor, eps: float, y: torch.Tensor) -> bool:
+        want = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+        return bool((y - want).abs().max() <= _CLOSE * want.abs().max())
 
 
 def _numel(n: fx.Node) -> int:
@@ -292,11 +303,6 @@ class _Matcher:
                 leaves = below.piece(n, start).leaves
                 source, (eps, plus_one), weight = n, norm, leaves[0] if leaves else None
                 break
-        while source.target in (*CASTS, *SAME) and _is_rows(source.args[0]):
-            if val(source).dtype == val(source.args[0]).dtype or eps >= 0:  # type: ignore[arg-type]
-                source = source.args[0]  # type: ignore[assignment]
-            else:
-                break
         return _Rows(source, weight, plus_one, eps, start, rope, piece, scales)
 
     def _weighted(self, piece: Piece) -> bool:
@@ -354,6 +360,9 @@ class _Matcher:
         if any(val(r.source).stride(-1) != 1 for r in rows):
             raise _No("channels of a head that do not lie side by side", node)
         tokens = shapes[1][1]
+        heads, dim = (shapes[0][2], shapes[1][2]), shapes[0][3]
+        if tokens in heads or dim in (tokens, *heads):
+            raise _No("tokens, heads or channels are equal in number: axes cannot be told", node)
         for w in writes.values():
             if val(w.rows).shape[w.axis] != tokens or val(w.held).dim() != 4:
                 raise _No("a cache of another shape than its rows", w.node)

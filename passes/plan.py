@@ -132,6 +132,7 @@ class Cohort:
     rotations: dict[str, Rotation] = field(default_factory=dict)  # view classes that are folded
     # attention over FP8 views, with its query as traced: calibrated like the views' scales
     queries: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    _scales: tuple[int, dict[fx.Node, tuple[int, Fn]]] | None = None
 
     @property
     def slots(self) -> int:
@@ -154,11 +155,14 @@ class Cohort:
 
     def scales(self) -> dict[fx.Node, tuple[int, Fn]]:
         """Whole-cache maxima that are calibrated: node -> (cache, the work it measures)."""
-        return {
-            n: (i, _below_statistic(fn, n))
-            for i, c in enumerate(self.caches)
-            for n, fn in c.analysis.calibrated.items()
-        }
+        if self._scales is None or self._scales[0] != len(self.caches):
+            found = {
+                n: (i, _below_statistic(fn, n))
+                for i, c in enumerate(self.caches)
+                for n, fn in c.analysis.calibrated.items()
+            }
+            self._scales = len(self.caches), found
+        return self._scales[1]
 
     def refuse(self, name: str, refusal: Refusal) -> None:
         self.refusals.setdefault(name, []).append(refusal)

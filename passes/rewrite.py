@@ -84,6 +84,7 @@ class Rewriter:
         self.gm, self.graph, self.plan = gm, gm.graph, plan
         self.out = Rewritten()
         self._last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        self._output = next(n for n in self.graph.nodes if n.op == "output")
         self._extra: dict[Any, fx.Node] = {}
         self._scale_inputs: dict[fx.Node, fx.Node] = {}
         # counter -> what is to be added to it, with the name of the view that it belongs to
@@ -98,8 +99,7 @@ class Rewriter:
                 for c in range(len(cohort.caches)):
                     self._cache(i, cohort, c)
                 self._biases(i, cohort)
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        with self.graph.inserting_before(output):
+        with self.graph.inserting_before(self._output):
             for counter, counts in self._counts.items():
                 total = counter
                 for n, name in counts:
@@ -204,12 +204,9 @@ class Rewriter:
                 continue
             dev = rows.meta["val"].device
             counter = self.extra(Extra("saturated", i, shape=(1,)), dev)
-            wide = self.call(
-                aten.amax.default,
-                (self.call(aten.abs.default, (rows,), {}), _reduced(node), True),
-                {},
-            )
-            top = self._as(self._scale_inputs[node], tuple(wide.meta["val"].shape))
+            reduced = _reduced(node)
+            shape = [1 if d in reduced else s for d, s in enumerate(rows.meta["val"].shape)]
+            top = self._as(self._scale_inputs[node], tuple(shape))
             over = self.call(aten.gt.Tensor, (self.call(aten.abs.default, (rows,), {}), top), {})
             n = self.call(aten.sum.default, (over,), {})
             lead = Extra(
@@ -224,7 +221,7 @@ class Rewriter:
         cache = cohort.caches[c]
         device = cache.info.node.meta["val"].device
         index = self.plan.host.index
-        output = next(n for n in self.graph.nodes if n.op == "output")
+        output = self._output
         views = [(j, v) for j, v in enumerate(cohort.views) if v.cache == c]
         epilogue = [
             n

@@ -264,7 +264,7 @@ class Compiler:
                     return program
                 make, _ = regions.cut(parts.constants, self._lower_one)
                 report.regions["constants"] = len(parts.fakes)
-                return WithConstants(program, make, parts.where)
+                return WithConstants(program, make, parts.where, lambda: self.session.epoch)
             report.notes.append(f"compiled as a whole: {why}")
         show_attention(gm)
         return self._lower_one(gm, fakes)

@@ -575,7 +575,17 @@ class _Build:
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
     def fakes(self) -> list[Any]:
-        return [v for _, _, v in self.given]
+        """Of the inputs; all apart, as a compiler takes one object twice for one input."""
+        seen: set[int] = set()
+        out = []
+        for p, _, v in self.given:
+            if id(v) in seen and isinstance(v, torch._subclasses.FakeTensor):
+                with v.fake_mode:
+                    v = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                p.meta["val"] = v
+            seen.add(id(v))
+            out.append(v)
+        return out
 
 
 def early_writes(gm: fx.GraphModule) -> fx.GraphModule:

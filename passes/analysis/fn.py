@@ -322,10 +322,10 @@ def structural_key(fn: Fn, *, consts: bool = True) -> str:
 
     def go(x: Any) -> str:
         if isinstance(x, Operand):
-            if x.role == "const":
-                return f"const{x.key if consts else off_slots(x.shape, x.axes or ())}"
+            if x.role == "const" and consts:
+                return f"const{x.key}"
             i = numbers.setdefault(x.key, len(numbers))
-            return f"table{i}:{x.axes}:{off_slots(x.shape, x.axes or ())}:{x.dtype}"
+            return f"{x.role}{i}:{x.axes}:{off_slots(x.shape, x.axes or ())}:{x.dtype}"
         if isinstance(x, Fn):
             if x.key not in memo:
                 body = "raw" if x.kind == "raw" else f"{x.target}({go(x.args)},{x.kwargs})"

@@ -1,5 +1,8 @@
 """What a piece of a graph computes, found by running it: spellings differ, results do not.
 
+Running shows what a piece does to the numbers it is run on. That this holds for all others must
+follow from its ops: ``is_linear`` and ``only`` look at those.
+
 A piece leads from one node to another; all else that enters it (tables, weights, scales) are its
 leaves. Pieces are run on the CPU in float32, casts between floats left out, on random leaves: what
 holds for those holds for the piece, whatever its spelling.
@@ -8,6 +11,7 @@ holds for those holds for the piece, whatever its spelling.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +20,17 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.fp8 import CASTS
 from rtc.passes.nodes import Emitter
 
 aten = torch.ops.aten
+
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # casts to these are left out
+
+_LINEAR = """neg cat stack slice select index_select index split split_with_sizes chunk unbind
+    roll flip view_as_complex view_as_real add sub rsub clone alias detach view reshape
+    _unsafe_view permute transpose t unsqueeze squeeze expand""".split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +46,44 @@ class Piece:
     def end(self) -> fx.Node:
         return self.nodes[-1] if self.nodes else self.start
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether every op is linear in what leads back to the start."""
+        return all(self._linear(n) for n in self.nodes)
+
+    def _linear(self, n: fx.Node) -> bool:
+        inside = {self.start, *self.nodes}
+        if n.target is operator.getitem:
+            return True
+        if n.target in CASTS:
+            return n.meta["val"].dtype in ROUNDED
+        name = _name(n)
+        if name == "mul":
+            return sum(a in inside for a in n.args) == 1
+        if name == "div":
+            return n.args[1] not in inside
+        return name in _LINEAR and not (name == "index" and self._indexed_by_data(n, inside))
+
+    @staticmethod
+    def _indexed_by_data(n: fx.Node, inside: set[fx.Node]) -> bool:
+        return any(a in inside for a in n.all_input_nodes if a is not n.args[0])
+
+    def only(self, names: Sequence[str]) -> bool:
+        """Whether it consists of these ops, and of layout and casts."""
+        for n in self.nodes:
+            cast = n.target in CASTS and n.meta["val"].dtype in ROUNDED
+            layout = n.target is operator.getitem or n.target in LAYOUT
+            if not (cast or layout or _name(n) in names):
+                return False
+        return True
+
     def replay(self, call: Any, start: Any, leaves: Sequence[Any]) -> Any:
         """Run or emit it on other values; ``call(target, *args, **kwargs)`` does one op."""
         env: dict[fx.Node, Any] = {self.start: start, **dict(zip(self.leaves, leaves, strict=True))}
         for n in self.nodes:
             args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: _Value(env[a]))  # type: ignore[return-value]
             args, kwargs = _values(args), _values(kwargs)
-            if n.target in CASTS and n.meta["val"].dtype.is_floating_point:
+            if n.target in CASTS and n.meta["val"].dtype in ROUNDED:
                 env[n] = args[0]
             else:
                 env[n] = call(n.target, *args, **kwargs)
@@ -53,6 +95,11 @@ class Piece:
 
     def emit(self, emit: Emitter, start: fx.Node) -> fx.Node:
         return self.replay(emit, start, self.leaves)
+
+
+def _name(n: fx.Node) -> str:
+    t = n.target
+    return t._opname if isinstance(t, torch._ops.OpOverload) and t.namespace == "aten" else ""
 
 
 class _Value:

@@ -21,8 +21,10 @@ class WithConstants:
 
     def __init__(
         self, run: Callable[[list[Any]], Any], make: Callable[[list[Any]], Sequence[torch.Tensor]],
-        where: Sequence[int],
+        where: Sequence[int], epoch: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
+        """``epoch`` counts how often the user asked to forget (``compiled.invalidate()``)."""
+        self.epoch = epoch
         self.run, self.make, self.where = run, make, list(where)
         self.stamps: list[Stamp] = []
         self.held: list[torch.Tensor] = []
@@ -33,10 +35,12 @@ class WithConstants:
 
         Writes to inference tensors cannot be seen: with such, in every call.
         """
-        given = [args[i] for i in self.where]
+        given, epoch = [args[i] for i in self.where], self.epoch()
         if self.held and len(self.stamps) == len(given):
             unseen = any(t.is_inference() for t in given)
-            if not unseen and all(s.is_of(t) for s, t in zip(self.stamps, given, strict=True)):
+            if not unseen and all(
+                s.is_of(t, epoch) for s, t in zip(self.stamps, given, strict=True)
+            ):
                 return
         new = self.make(given)
         if self.held:
@@ -45,7 +49,7 @@ class WithConstants:
         else:
             with torch.inference_mode(False):  # kept for calls in any mode
                 self.held = [torch.empty_like(x).copy_(x) for x in new]
-        self.stamps = [Stamp(t, 0) for t in given]
+        self.stamps = [Stamp(t, epoch) for t in given]
         self.made += 1
 
     def __call__(self, args: list[Any]) -> Any:

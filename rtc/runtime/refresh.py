@@ -122,6 +122,8 @@ class Refresher:
         for views in parts if self.lower is not None else ():
             work, given = self._work(st, views, r, rot)
             key = self._key(work, given)
+            if not all(isinstance(x, torch.Tensor) for x in given):
+                continue  # a number would be compiled in
             if key not in self._code:
                 self._code[key] = self._compiled(work, given, st.caches()[0].device)
 

@@ -58,11 +58,13 @@ class Stamp:
 
     def __init__(self, tensor: torch.Tensor, epoch: int) -> None:
         self.ref = weakref.ref(tensor)  # an id may come back once its tensor is gone
-        self.rest = (None if tensor.is_inference() else tensor._version, epoch)
+        # .data = gives it other memory and counts no version
+        version = None if tensor.is_inference() else tensor._version
+        self.rest = (version, tensor.data_ptr(), epoch)
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
+    def is_of(self, tensor: torch.Tensor, epoch: int) -> bool:
         """Whether it is this tensor, unchanged."""
-        return self.ref() is tensor and self.rest[0] == tensor._version
+        return self.ref() is tensor and self.rest == (tensor._version, tensor.data_ptr(), epoch)
 
     def same(self, other: Stamp) -> bool:
         mine = self.ref()
