@@ -118,14 +118,22 @@ def _json(p: argparse.ArgumentParser) -> None:
     )
 
 
+# Passes that need consent: their flags switch them on.
+_CONSENT = {
+    "quantize_kv": "an FP8 cache for a model that has none (changes numerics)",
+    "fp8_attention": "attention over FP8 keys and values (changes numerics)",
+}
+
+
 def _switch(name: str) -> str:
-    return "--no-" + name.replace("_", "-")
+    return ("--" if name in _CONSENT else "--no-") + name.replace("_", "-")
 
 
 def _options(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("passes")
     for name in names():
-        group.add_argument(_switch(name), action="store_true", help=f"switch {name} off")
+        what = "consent to " + _CONSENT[name] if name in _CONSENT else f"switch {name} off"
+        group.add_argument(_switch(name), action="store_true", help=what)
     group.add_argument(
         "--quantize", choices=("exact", "calibrated"), default="exact",
         help="calibrated: consent to FP8 scales measured once a session (changes numerics)",
@@ -133,9 +141,11 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    off = [n for n in names() if getattr(args, _switch(n)[2:].replace("-", "_"))]
+    said = [n for n in names() if getattr(args, _switch(n)[2:].replace("-", "_"))]
+    consent = {n: n in said for n in _CONSENT}
+    off = [n for n in said if n not in _CONSENT]
     lowering = getattr(args, "lowering", "inductor")  # explain generates no code
-    return without(Options(quantize=args.quantize, lowering=lowering), off)
+    return without(Options(quantize=args.quantize, lowering=lowering, **consent), off)
 
 
 def _demo_arguments(p: argparse.ArgumentParser) -> None:

@@ -79,7 +79,7 @@ class Settings:
     def needed_bytes(self) -> int:
         """Weights and caches of all copies, twice the caches for views."""
         size = self.torch_dtype.itemsize
-        one = self.config.params * size + 2 * self.config.cache_bytes(size)
+        one = self.config.weight_bytes(size) + 2 * self.config.cache_bytes(size)
         reference = 0 if self.dtype == "float64" else 8 * self.config.params
         reference += 0 if self.dtype == "float64" else self.config.cache_bytes(8)
         return COPIES * one + reference

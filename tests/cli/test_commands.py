@@ -21,7 +21,9 @@ def test_passes_json_is_the_pipeline(capsys) -> None:
     assert {r["tier"] for r in rows} <= {"exact", "numerics"}
     for row in rows:
         assert row["summary"]
-        assert row["switch"] == "--no-" + row["name"].replace("_", "-")
+        # a flag switches off what is on, and on what needs consent
+        flag = "--no-" if row["default"] else "--"
+        assert row["switch"] == flag + row["name"].replace("_", "-")
 
 
 def test_passes_text_names_every_pass_and_switch(capsys) -> None:
@@ -29,8 +31,16 @@ def test_passes_text_names_every_pass_and_switch(capsys) -> None:
     out = capsys.readouterr().out
     for name in pipeline.names():
         assert name in out
-        assert "--no-" + name.replace("_", "-") in out
+        assert "-" + name.replace("_", "-") in out
     assert "\x1b" not in out, "no colour when piped"
+
+
+def test_consent_is_a_flag() -> None:
+    said = ["--quantize=calibrated", "--quantize-kv", "--fp8-attention"]
+    options = cli.options_of(cli.parser().parse_args(["explain", "x:y", *said]))
+    assert (options.quantize_kv, options.fp8_attention) == (True, True)
+    options = cli.options_of(cli.parser().parse_args(["explain", "x:y"]))
+    assert (options.quantize_kv, options.fp8_attention) == (False, False)
 
 
 def test_every_switch_is_an_option(capsys) -> None:

@@ -121,9 +121,9 @@ def check(before: dict[str, Any], after: dict[str, Any], q8: torch.Tensor, loose
         assert (got - want).norm() <= bound + (2 * unit if loose else 1e-6) * want.norm(), name
     # Values within rounding of 448 may count or not.
     over, spread = 0, 0
-    for name in ("k8", "v8"):
+    for name in ("q8", "k8", "v8"):
         over += int((true[name].abs() > 448).sum())
-        near = 448 * 4 * unit if name == "k8" else 1e-3
+        near = 448 * 4 * unit if name != "v8" else 1e-3
         spread += int(((true[name].abs() - 448).abs() <= near).sum())
     counted = int(after["saturated"]) - int(before["saturated"])
     assert abs(counted - over) <= spread, (counted, over, spread)
@@ -168,12 +168,16 @@ def test_values_beyond_448_are_counted_and_clamped():
     args["v"].fill_(-1.0)
     args["k_inv_scale"] = torch.tensor([500.0, 448.0])
     args["v_inv_scale"] = torch.tensor([1.0, 1e6])
+    scaled = args["q"].double() * args["q_inv_scale"].double().view(-1, 1)
+    queries = int((scaled.abs() > 448).sum())
+    assert queries > 0
     run(args)
-    assert args["saturated"].item() == 7 + 2 * 16 + 2 * 16
+    assert args["saturated"].item() == 7 + 2 * 16 + 2 * 16 + queries
     assert (args["k8"][:, args["slots"]].float() == 448).all()
     assert (args["v8"][:, args["slots"], 1].float() == -448).all()
-    run({**args, "k": args["k"] * 0.1, "v": args["v"] * 0.1, "v_inv_scale": torch.ones(2)})
-    assert args["saturated"].item() == 7 + 2 * 16 + 2 * 16
+    small = {name: args[name] * 0.01 for name in ("q", "k", "v")}
+    run({**args, **small, "v_inv_scale": torch.ones(2)})
+    assert args["saturated"].item() == 7 + 2 * 16 + 2 * 16 + queries
 
 
 def rebuild(**sizes) -> float:
