@@ -142,10 +142,13 @@ def _options(p: argparse.ArgumentParser) -> None:
 
 def options_of(args: argparse.Namespace) -> Options:
     said = [n for n in names() if getattr(args, _switch(n)[2:].replace("-", "_"))]
-    consent = {n: n in said for n in _CONSENT}
     off = [n for n in said if n not in _CONSENT]
     lowering = getattr(args, "lowering", "inductor")  # explain generates no code
-    return without(Options(quantize=args.quantize, lowering=lowering, **consent), off)
+    options = Options(
+        quantize=args.quantize, lowering=lowering,
+        quantize_kv="quantize_kv" in said, fp8_attention="fp8_attention" in said,
+    )  # fmt: skip
+    return without(options, off)
 
 
 def _demo_arguments(p: argparse.ArgumentParser) -> None:
