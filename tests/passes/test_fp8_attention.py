@@ -167,7 +167,7 @@ def gqa_model():
             self.wo = nn.Linear(32, 12)
             self.register_buffer("ck", torch.randn(2, 2, 14, 8))
             self.register_buffer("cv", torch.randn(2, 2, 14, 8))
-            self.register_buffer("s", torch.tensor([0.005, 0.02, 0.01, 0.04]).view(2, 2, 1, 1))
+            self.register_buffer("s", torch.tensor([0.012, 0.02, 0.015, 0.04]).view(2, 2, 1, 1))
 
         def forward(self, x, step):
             q, k, v = (w(x).view(2, 3, -1, 8).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
@@ -262,7 +262,7 @@ def layers_model():
             self.o = nn.ModuleList(nn.Linear(16, 12) for _ in range(3))
             for i in range(3):
                 self.register_buffer(f"kv{i}", torch.randn(2, 1, 2, 14, 8))
-                scale = torch.tensor([0.004, 0.02]) * 1.7**i
+                scale = torch.tensor([0.012, 0.02]) * 1.7**i
                 self.register_buffer(f"scale{i}", scale.view(2, 1, 1))
 
         def forward(self, x, step):
@@ -411,7 +411,7 @@ class Causal(Variant):
 
 class PerChannel(Variant):
     def read(self, x):
-        s = torch.linspace(0.005, 0.03, 8)
+        s = torch.linspace(0.012, 0.03, 8)
         return (x / s).to(F8).float() * s
 
     read_values = read
