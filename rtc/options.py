@@ -28,7 +28,7 @@ class Options:
     kernels: let passes put in rtc's own kernels ("on"), or leave all to the compiler ("off");
         "auto" does so on a GPU that Triton runs on.
     regions: compile parts of a graph that are alike once ("on"), or the graph as a whole ("off");
-        "auto" cuts up deep graphs and those on a GPU.
+        "auto" cuts up graphs on a GPU; on a CPU it makes compiling faster and steps slower.
     inductor: ``torch._inductor.config`` entries for this model.
     write_back: keep the user's cache tensors in the program's order after every call, instead of on
         demand. Needed where rtc cannot see the tensors being read (``torch.compile(backend="rtc")``

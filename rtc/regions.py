@@ -21,7 +21,7 @@ so that no region has two inputs that share memory with one that it writes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -611,12 +611,3 @@ def cut(
     """A program for ``gm``. Raises nothing but what ``compile_region`` raises; see ``obstacle``."""
     cutter = Cutter(gm, compile_region)
     return cutter.run(), cutter.cut
-
-
-def repeats(gm: fx.GraphModule) -> int:
-    """How many heavy ops a graph has: whether it is worth cutting up."""
-    return sum(_is_heavy(n) and n.target is not operator.getitem for n in _calls(gm))
-
-
-def _calls(gm: fx.GraphModule) -> Sequence[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "call_function"]
