@@ -19,7 +19,7 @@ from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from rtc import constants, regions
+from rtc import constants, region_ops, regions
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
@@ -251,7 +251,7 @@ class Compiler:
         """``constant``: numbers of the inputs that stay as they are for a session."""
         inputs = _inputs(gm, [])
         if self._wants_regions(inputs):
-            why = regions.obstacle(gm)
+            why = region_ops.obstacle(gm)
             if why is None:
                 parts = constants.split(gm, constant)
                 program, cut = regions.cut(parts.main if parts else gm, self._lower_one)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from rtc.passes.rewrite import copied, dead_code
-from rtc.regions import is_view
+from rtc.region_ops import is_view
 
 _LARGEST = 1 << 20  # elements: a converted weight would cost more memory than it saves time
 

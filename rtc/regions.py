@@ -29,112 +29,19 @@ import torch
 from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
+from rtc.region_ops import (
+    COPIES,
+    RESHAPES,
+    aten_name,
+    held_by,
+    is_heavy,
+    is_view,
+    owner,
+    shrinks,
+)
 from rtc.runtime.program import Program, Slot
 
 aten = torch.ops.aten
-
-_PRODUCTS = """mm addmm bmm baddbmm _scaled_mm _scaled_mm_v2 _int_mm linear convolution matmul
-    scaled_dot_product_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
-    _grouped_mm _scaled_grouped_mm _weight_int8pack_mm _weight_int4pack_mm""".split()
-
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-_COPIES = "clone _to_copy copy contiguous".split()
-
-_WRITES = "index_put slice_scatter select_scatter index_copy".split()
-
-
-def _aten_name(n: fx.Node) -> str:
-    t = n.target
-    if n.op != "call_function" or not isinstance(t, torch._ops.OpOverload):
-        return ""
-    return t._opname if t.namespace == "aten" else ""
-
-
-def is_view(n: fx.Node) -> bool:
-    if n.target is operator.getitem:
-        return isinstance(n.args[0], fx.Node) and is_view(n.args[0])
-    t = n.target
-    if not isinstance(t, torch._ops.OpOverload):
-        return False
-    if t is aten._unsafe_view.default:
-        return True
-    # by schema: an op that was missing from a list would be read after a write in place
-    shared = [r.alias_info for r in t._schema.returns]
-    return bool(shared) and all(a is not None and not a.is_write for a in shared)
-
-
-def _is_heavy(n: fx.Node) -> bool:
-    if n.target is operator.getitem:
-        return isinstance(n.args[0], fx.Node) and _is_heavy(n.args[0])
-    t = n.target
-    if not isinstance(t, torch._ops.OpOverload):
-        return False
-    return t.namespace not in ("aten", "prims") or t._opname in _PRODUCTS
-
-
-def _held(n: fx.Node) -> fx.Node | None:
-    """What a write is a new version of; None for other nodes."""
-    own = _owner(n)
-    held = None
-    if own is not n:
-        held = own.args[IN_PLACE[own.target][1][n.args[1]]]  # type: ignore[index]
-    elif _aten_name(n) in _WRITES:
-        held = n.args[0]
-    return held if isinstance(held, fx.Node) else None
-
-
-def _owner(n: fx.Node) -> fx.Node:
-    """The op behind a write that is one of several outputs; else the node itself."""
-    if n.target is operator.getitem:
-        op = n.args[0]
-        if (
-            isinstance(op, fx.Node)
-            and op.target in IN_PLACE
-            and n.args[1] in IN_PLACE[op.target][1]
-        ):
-            return op
-    return n
-
-
-def _shrinks(n: fx.Node) -> bool:
-    """A reduction: the sooner it is done, the less has to be kept."""
-    val = n.meta.get("val")
-    if not isinstance(val, torch.Tensor):
-        return False
-    sizes = [a.meta["val"].numel() for a in n.all_input_nodes if _is_tensor(a)]
-    return max(sizes, default=0) >= 8 * max(val.numel(), 1)
-
-
-def _is_tensor(n: fx.Node) -> bool:
-    return isinstance(n.meta.get("val"), torch.Tensor)
-
-
-def obstacle(gm: fx.GraphModule) -> str | None:
-    """Why a graph cannot be cut up, or None."""
-    for n in gm.graph.nodes:
-        if n.op == "call_function" and n.target is not operator.getitem:
-            if not isinstance(n.target, torch._ops.OpOverload):
-                return f"{n.name} is no plain operator"
-            if n.target._schema.is_mutable and n.target is not aten.copy_.default:
-                return f"{n.name} writes in place"
-            if torch.Tag.nondeterministic_seeded in n.target.tags:
-                return f"{n.name} draws random numbers, in the order of the program"
-        if n.op not in ("placeholder", "get_attr", "call_function", "output"):
-            return f"{n.name}: {n.op}"
-        if n.op == "placeholder" and not n.users:
-            continue
-        vals = n.meta.get("val")
-        for val in vals if isinstance(vals, (tuple, list)) else (vals,):
-            if isinstance(val, torch.Tensor):
-                sizes = (*val.shape, *val.stride())
-                if not all(isinstance(s, int) for s in sizes):
-                    return f"{n.name} has a size that changes from call to call"
-            elif val is not None and n.op != "get_attr":
-                return f"{n.name} is a number that changes from call to call"
-    return None
 
 
 @dataclass
@@ -173,7 +80,7 @@ class Cutter:
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.index = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.view = {n: is_view(n) for n in self.nodes}
-        self.heavy = {n: _is_heavy(n) for n in self.nodes}
+        self.heavy = {n: is_heavy(n) for n in self.nodes}
         self.writes: dict[fx.Node, _Write] = {}
         self.dropped: set[fx.Node] = set()  # copy_ of writes that happen in place
         self.before: dict[fx.Node, list[fx.Node]] = {}  # extra order: must come first
@@ -215,8 +122,8 @@ class Cutter:
                 chains[n] = chain
         while True:  # an op that writes several caches does so in place for all of them or none
             done = {w for chain in chains.values() for w in chain}
-            half = {_owner(w) for w in done if any(o not in done for o in self._outputs(w))}
-            bad = [n for n, chain in chains.items() if any(_owner(w) in half for w in chain)]
+            half = {owner(w) for w in done if any(o not in done for o in self._outputs(w))}
+            bad = [n for n, chain in chains.items() if any(owner(w) in half for w in chain)]
             if not bad:
                 break
             for n in bad:
@@ -231,7 +138,7 @@ class Cutter:
             self.dropped.add(n)
             older = base
             for w in chains[n]:
-                held, own = _held(w), _owner(w)
+                held, own = held_by(w), owner(w)
                 assert held is not None
                 self.writes[w] = _Write(w, base, tuple(held.meta["val"].shape))
                 self._order([r for r in self.readers(older) if r not in (own, n)], own)
@@ -242,12 +149,12 @@ class Cutter:
         memory itself for one of them (so does torch.compile 2.13 on a whole graph)."""
         written = {n.args[0] for n in self.nodes if n.target is aten.copy_.default}
         for n in self.nodes:
-            if _aten_name(n) in _COPIES and self.root(n.args[0]) in written:  # type: ignore[arg-type]
+            if aten_name(n) in COPIES and self.root(n.args[0]) in written:  # type: ignore[arg-type]
                 self.heavy[n] = True
 
     def _outputs(self, write: fx.Node) -> list[fx.Node]:
         """All that the op of a write writes, where it is one of several outputs."""
-        own = _owner(write)
+        own = owner(write)
         if own is write:
             return [write]
         new = IN_PLACE[own.target][1]
@@ -266,10 +173,10 @@ class Cutter:
         chain: list[fx.Node] = []
         at, reshaped = new, False
         while at is not base:
-            below = _held(at)
+            below = held_by(at)
             if below is not None:
                 chain.append(at)
-            elif at.target in _RESHAPES:
+            elif at.target in RESHAPES:
                 reshaped, below = True, at.args[0]  # type: ignore[assignment]
             if not isinstance(below, fx.Node) or below.op == "get_attr":
                 return None
@@ -284,8 +191,8 @@ class Cutter:
         for w in chain:
             if w.meta["val"].dtype != base.meta["val"].dtype:
                 return False
-            own = _owner(w)
-            rest = [a for a in own.all_input_nodes if a is not _held(w)]
+            own = owner(w)
+            rest = [a for a in own.all_input_nodes if a is not held_by(w)]
             if any(self.root(a) is older or a is older for a in rest):
                 return False  # it writes what it reads from the same memory
             for r in self.readers(older):
@@ -321,7 +228,7 @@ class Cutter:
                     continue
                 latest = min(latest, level[u] - 1 if self.heavy[u] else level[u])
             assert latest >= level[n]
-            if not _shrinks(n):
+            if not shrinks(n):
                 level[n] = latest
             for u in n.users:  # an op and its several outputs are in one region
                 if u.target is operator.getitem:
@@ -418,7 +325,7 @@ class Cutter:
             self._run_in_place(n)
             return
         args, kwargs = fx.map_arg((n.args, n.kwargs), self._value)
-        target = aten.reshape.default if n.target in _RESHAPES else n.target
+        target = aten.reshape.default if n.target in RESHAPES else n.target
         strides = None
         val = n.meta.get("val")
         if self.heavy[n] and isinstance(val, torch.Tensor):
@@ -556,7 +463,7 @@ class _Build:
 
     def _copy(self, n: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((n.args, n.kwargs), self._arg)
-        target = aten.reshape.default if n.target in _RESHAPES else n.target
+        target = aten.reshape.default if n.target in RESHAPES else n.target
         new = self._emit(target, args, n, kwargs)
         self.made[n] = new
         return new

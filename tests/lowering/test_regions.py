@@ -6,7 +6,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import rtc
-from rtc import regions
+from rtc import region_ops, regions
 from tests.forms.registry import run
 from tests.forms.test_forms import BY_NAME, compile_with
 
@@ -26,7 +26,7 @@ def test_forms_in_regions(name):
 def cut(fn, *args):
     """``fn`` traced with functional writes: its graph ends in copy_ of what it returns first."""
     gm = make_fx(fn, tracing_mode="fake")(*args)
-    assert regions.obstacle(gm) is None
+    assert region_ops.obstacle(gm) is None
     return regions.cut(gm, lambda g, fakes: lambda a: g(*a))
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_cut_says_why():
     y = graph.call_function(aten.add_.Tensor, (x, x))
     y.meta["val"] = torch.randn(2)
     graph.output((y,))
-    why = regions.obstacle(fx.GraphModule(torch.nn.Module(), graph))
+    why = region_ops.obstacle(fx.GraphModule(torch.nn.Module(), graph))
     assert why == f"{y.name} writes in place"
 
 
