@@ -3,7 +3,8 @@
     python bench/bench_host.py --device cuda --profile
 
 The model is narrow, so the device is never waited for; slots, tokens and positions are those of the
-preset. Prints milliseconds a call (median, p95, and the resets apart), appends a JSON line.
+preset. Prints milliseconds a call (median, p95, resets apart) and until the step was launched;
+appends a JSON line. With --forbid-syncs a call that waits for the device ends the run.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 
 import rtc
 from bench.bench_step import _commit, _machine
+from bench.launch import Launches
 from rtc.model import PRESETS, build, example_inputs
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--device", default="cpu")
+    p.add_argument("--forbid-syncs", action="store_true", help="after the first calls")
     p.add_argument("--profile", action="store_true", help="print where the time goes")
     p.add_argument("--options", default='{"quantize": "calibrated"}', help="of rtc.Options, JSON")
     p.add_argument("--out", default="bench/results/host.jsonl")
@@ -45,22 +48,31 @@ def main() -> None:
     compiled = rtc.compile(model, options=rtc.Options(**options))
     sync = torch.cuda.synchronize if args.device != "cpu" else lambda: None
     start = full.reset_period - 4
-    seconds, profile = {}, cProfile.Profile()
+    seconds, launched, profile = {}, {}, cProfile.Profile()
+    launches = Launches()
+    launches.__enter__()
     for step in range(start, start + args.steps):
         inputs = example_inputs(cfg, step, seed=1, device=args.device)
-        sync()
+        if not args.forbid_syncs:
+            sync()
         reset = step % full.reset_period == 0
         profiled = args.profile and step > start + 8 and not reset
         if profiled:
             profile.enable()
+        forbidden = args.forbid_syncs and step > start + 8
+        if args.device != "cpu":
+            torch.cuda.set_sync_debug_mode("error" if forbidden else "default")
         t = time.perf_counter()
         compiled(*inputs)
-        seconds[step] = time.perf_counter() - t
+        seconds[step], launched[step] = time.perf_counter() - t, launches.since(t)
+        if args.device != "cpu":
+            torch.cuda.set_sync_debug_mode("default")
         if profiled:
             profile.disable()
     timed = {s: v * 1e3 for s, v in seconds.items() if s > start + 8}
     resets = [v for s, v in timed.items() if s % full.reset_period == 0]
     rest = sorted(v for s, v in timed.items() if s % full.reset_period)
+    launch = [v * 1e3 for s, v in launched.items() if s in timed and v is not None]
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _commit(),
@@ -73,6 +85,8 @@ def main() -> None:
         "host_ms": statistics.median(rest),
         "p95_ms": rest[int(0.95 * (len(rest) - 1))],
         "resets_ms": resets,
+        "launch_ms": statistics.median(launch) if launch else None,
+        "syncs_forbidden": sum(s > start + 8 for s in seconds) if args.forbid_syncs else 0,
         "replays": compiled.report().to_dict()["runtime"]["replays"],
     }
     if args.profile:

@@ -134,29 +134,36 @@ class StepGraph:
         return _cloned(self._graph.outputs, None)
 
     def _capture(self, args: list[Any]) -> _Graph:
-        if not any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
-            return _simulated(self.run, args)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                outputs = self.run(list(args))
-        except Exception as e:
-            raise CaptureError(f"{type(e).__name__}: {e}") from e
-        return _Graph(graph, outputs)
+        holder = _Graph(None, None)
+
+        def run() -> None:
+            holder.outputs = self.run(list(args))
+
+        cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+        holder.graph = captured(run, cuda)
+        return holder
+
+
+def captured(run: Callable[[], None], cuda: bool) -> Any:
+    """``run``'s device work, recorded and not run: ``.replay()`` runs it.
+
+    Kernels must have been loaded before. Without ``cuda`` a replay calls ``run``. CaptureError says
+    what went wrong.
+    """
+    if not cuda:
+        return _Rerun(run)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+    except Exception as e:
+        raise CaptureError(f"{type(e).__name__}: {e}") from e
+    return graph
 
 
 class _Rerun:
-    def __init__(self, graph: _Graph, run: Callable[[list[Any]], Any], args: list[Any]) -> None:
-        self.holder, self.run, self.args = graph, run, args
-
-    def replay(self) -> None:
-        self.holder.outputs = self.run(list(self.args))
-
-
-def _simulated(run: Callable[[list[Any]], Any], args: list[Any]) -> _Graph:
-    graph = _Graph(None, None)
-    graph.graph = _Rerun(graph, run, args)
-    return graph
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
 
 
 def _cloned(out: Any, static: Sequence[torch.Tensor] | None) -> Any:
@@ -173,4 +180,4 @@ def _cloned(out: Any, static: Sequence[torch.Tensor] | None) -> Any:
     return torch.utils._pytree.tree_map(one, out)
 
 
-__all__ = ["WARM_UP", "CaptureError", "Staging", "StepGraph"]
+__all__ = ["WARM_UP", "CaptureError", "Staging", "StepGraph", "captured"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.launch import Launches
 from bench.power import Sampler
 from bench.step.sides import Side, free
 from rtc.demo import stats
@@ -18,6 +19,7 @@ from rtc.model import Config, DiT, example_inputs
 
 Row = dict[str, Any]
 
+_HOST_STEPS = 9  # single calls whose host time is taken
 _POOL = 64  # inputs that are drawn beforehand; a longer run uses them again
 _FP8_PEAK = {"H100": 1979e12, "H200": 1979e12, "GH200": 1979e12}  # dense, SXM
 
@@ -39,6 +41,11 @@ class TooFar(Exception):
     """Outputs differ from eager's by more than the tolerance."""
 
 
+def _world() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
@@ -58,7 +65,7 @@ def summary(cfg: Config, seconds: Sequence[float], first_step: int) -> Row:
         "resets": len(resets),
         "reset_ratio": stats.steps(seconds, resets, skip=0).get("reset_ratio"),
         "worst_over_median": max(seconds) / med,
-        "tflops": cfg.flops_per_step / med / 1e12,
+        "tflops": cfg.flops_per_step / _world() / med / 1e12,  # of one GPU
     }
 
 
@@ -224,6 +231,21 @@ class Sequential:
             row["memory"] |= self._memory()
             peak = next((v for k, v in _FP8_PEAK.items() if k in _name(self.device)), None)
             row["fp8_peak"] = row["tflops"] * 1e12 / peak if peak else None
+            self._host(side, at + steps, row)
+
+    def _host(self, side: Side, at: int, row: Row) -> None:
+        """Host time of single calls on an idle device: until all is launched, and in all."""
+        launched, whole = [], []
+        with Launches() as launches:
+            for step in range(at, at + _HOST_STEPS):
+                torch.cuda.synchronize()
+                t = time.perf_counter()
+                side(*self.inputs(step))
+                whole.append(time.perf_counter() - t)
+                launched.append(launches.since(t))
+        row["call_ms"] = statistics.median(whole) * 1e3
+        if all(x is not None for x in launched):
+            row["launch_ms"] = statistics.median(launched) * 1e3  # type: ignore[type-var, operator]
 
     def _memory(self) -> dict[str, int]:
         """Bytes: the highest so far, and what of that is neither weights nor caches."""

@@ -25,7 +25,7 @@ def owners(t: Any) -> list[CohortState]:
 
 def owns(st: CohortState) -> bool:
     """Whether ``st`` still keeps its caches: another graph may have taken them over."""
-    return st.alive and all(st in OWNERS.get(h.key[0], ()) for h in st.handles)
+    return not st.released and st.alive
 
 
 def take(st: CohortState, tensors: Iterable[torch.Tensor]) -> None:
@@ -44,8 +44,10 @@ def release(st: CohortState) -> None:
     st.materialize()
     for h in st.handles:
         _drop(h.key[0], st)
+    st.released = True
     st.storages.clear()
     st.classes.clear()
+    st.kept.clear()
 
 
 def _drop(ident: int, st: CohortState) -> None:

@@ -182,6 +182,7 @@ class CohortRuntime:
 
     def finish(self, st: CohortState, out: Prepared) -> None:
         """Note that the call ran."""
+        st.changes += 1
         place, view_place, noted, cids = out.commit
         st.place = place
         st.view_place = place if st.unified else view_place
@@ -193,22 +194,24 @@ class CohortRuntime:
     def rehearse(
         self, st: CohortState, host: Callable[[int], Mapping[fx.Node, Any]], calls: int,
         seconds: float,
-    ) -> list[Refresh]:  # fmt: skip
+    ) -> list[list[tuple[Refresh, np.ndarray]]]:  # fmt: skip
         """Play the coming calls through without running them, so that what their tables have in
         common is known when they come. ``host(t)``: host values of the call ``t`` calls ahead.
-        Returns what will have to be made again."""
+        Returns what will have to be made again in a call, and where its raw slots will lie."""
         ahead = copy.copy(st)
-        coming: list[Refresh] = []
+        coming = []
         ahead.counters, until = Counters(), time.perf_counter() + seconds
         for t in range(1, calls + 1):
             if time.perf_counter() > until:
                 break
             try:
                 prep = self.prepare(ahead, host(t), {})
+                sources = [(r, ahead.place.find(r.cids)) for r in prep.refresh]
                 self.finish(ahead, prep)
             except (Fallback, IndexError):
                 break
-            coming += prep.refresh
+            if sources:
+                coming.append(sources)
         return coming
 
     # -- pieces --------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ cohort for the cache tensors at hand, prepares, refreshes, runs, and notes.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -25,11 +27,12 @@ from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
 from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
 from rtc.runtime.prepare import CohortRuntime, Prepared, Refresh
-from rtc.runtime.refresh import Refresher, sent
+from rtc.runtime.refresh import Part, Refresher, sent
 from rtc.runtime.state import CohortState, Counters, Handle, Stamp
-from rtc.runtime.step import Step
+from rtc.runtime.step import KEPT, Step
 
 _REHEARSAL_SECONDS = 1.0
+_MISSES = 8  # calls in a row that came otherwise than foreseen, after which nothing is foreseen
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Session:
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
         if OWNERS:
-            seen = {id(st): st for a in args for st in owners(a)}
+            seen = {id(st): st for a in args if id(a) in OWNERS for st in owners(a)}
             for st in seen.values():
                 st.check_versions()
 
@@ -126,6 +129,25 @@ class ConstEval:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+@dataclass
+class Ahead:
+    """What the host worked out for a call before it came."""
+
+    ints: dict[fx.Node, int]
+    consts: dict[fx.Node, torch.Tensor]
+    env: Mapping[fx.Node, Any]
+    held: dict[int, tuple[weakref.ref[CohortState], int, Prepared]]  # by cohort
+    sent: dict[int, torch.Tensor]
+
+    def fits(self, ints: dict[fx.Node, int], consts: Mapping[fx.Node, torch.Tensor]) -> bool:
+        return ints == self.ints and all(consts[n] is t for n, t in self.consts.items())
+
+    def prepared(self, c: CohortRuntime, st: CohortState) -> Prepared | None:
+        """The cohort's part, if nothing has happened to its caches since."""
+        ref, changes, prep = self.held[c.index]
+        return prep if ref() is st and st.changes == changes else None
+
+
 class GraphRuntime:
     """The compiled callable of one graph.
 
@@ -147,7 +169,12 @@ class GraphRuntime:
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
         self.lifted = [Lifted(plan.host, n) for n in result.rewritten.lifted]
+        self.varying = [(i, e) for i, e in enumerate(self.extras) if e.kind not in KEPT]
         self.step: Step | None = None  # replays steps, where that is wanted
+        self.alarm: Any = None  # looks, without waiting, whether ranks still meet
+        self.ahead: Ahead | None = None
+        self.misses = 0  # calls in a row that were not prepared ahead
+        self.last_ints: dict[fx.Node, int] = {}
         self.cohorts = [
             CohortRuntime(i, c, self.extras, plan.host)
             for i, c in enumerate(plan.cohorts)
@@ -220,7 +247,12 @@ class GraphRuntime:
                     if any(Handle(t, i.part).overlaps(h) for h in st.handles):
                         st.materialize()
             args_in += [_cut(args_in[i.parent.index], i.part) for i in self.parts]  # type: ignore[union-attr]
-            env = self._env(args_in)
+            ints = {i.node: int(args_in[i.index]) for i in self.host.int_inputs}
+            consts = self._consts(args_in)
+            ahead, self.ahead = self.ahead, None
+            if ahead is not None and not ahead.fits(ints, consts):
+                ahead = None
+            env = self._env(ints, consts) if ahead is None else ahead.env
             memo: dict[Any, Any] = {}
             self.const.args = args_in
             stamps = self._stamps(args_in)
@@ -231,7 +263,10 @@ class GraphRuntime:
                 st.check_tables(tables)
                 if (c.scales or c.queries) and st.scales is None:
                     return self._calibrate(args_in)
-                states.append((c, st, c.prepare(st, env, memo)))
+                prep = None if ahead is None else ahead.prepared(c, st)
+                if prep is None:
+                    ahead, prep = None, c.prepare(st, env, memo)
+                states.append((c, st, prep))
         except Fallback as e:
             return self._run_plain(args_in, str(e))
         self.const.scales = {
@@ -241,9 +276,9 @@ class GraphRuntime:
             if c.index == e.cohort and st.scales is not None
         }
         for c, st, prep in states:
-            self._refresh(c, st, prep)
+            self._refresh(c, st, prep, args_in)
         try:
-            out = self._run(args_in, states, env)
+            out = self._run(args_in, states, env, ahead)
         except BaseException:
             for _, st, _ in states:
                 self._broken(st)
@@ -252,14 +287,40 @@ class GraphRuntime:
         for c, st, prep in states:
             c.finish(st, prep)
             self.session.touched.append(st)
+        if self.alarm is not None:
+            self.alarm.look()
         if not self.rehearsed:
-            self._rehearse(args_in, states)
+            self._rehearse(args_in, states, consts)
+        self._look_ahead(ints, consts, states)
         return out
 
-    def _rehearse(self, args: list[Any], states: list[Any]) -> None:
+    def _look_ahead(
+        self, ints: dict[fx.Node, int], consts: Mapping[fx.Node, torch.Tensor], states: list[Any]
+    ) -> None:
+        """The host's share of the next call, while the device runs this one.
+
+        Ints are taken to go on as they went from the last call to this one; the next call looks
+        whether they did, and whether anything else happened to the caches.
+        """
+        last, self.last_ints = self.last_ints, ints
+        if self.step is None or self.session.write_back or last.keys() != ints.keys():
+            return
+        if self.misses >= _MISSES:
+            return
+        coming = {n: x + (x - last[n]) for n, x in ints.items()}
+        # the coming call may not fit, or not come; if it does, it says so itself
+        with contextlib.suppress(Exception):
+            env, memo = self.host.run(coming, consts), {}  # type: ignore[var-annotated]
+            preps = [(c, st, c.prepare(st, env, memo)) for c, st, _ in states]
+            sent = {i: self._extra(e, preps, env) for i, e in self.varying}
+            held = {c.index: (weakref.ref(st), st.changes, prep) for c, st, prep in preps}
+            self.ahead = Ahead(coming, dict(consts), env, held, sent)
+
+    def _rehearse(
+        self, args: list[Any], states: list[Any], consts: Mapping[fx.Node, torch.Tensor]
+    ) -> None:
         """After the first call, which took long anyway; every int goes on by one a call."""
         self.rehearsed = True
-        consts = {i.node: self._cpu[i.index][1] for i in self.host.const_inputs}
         ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
         # ints that go another way in truth may lead anywhere
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
@@ -268,12 +329,21 @@ class GraphRuntime:
                     st, lambda t: self.host.run({n: x + t for n, x in ints.items()}, consts),
                     LOOK_AHEAD, _REHEARSAL_SECONDS,
                 )  # fmt: skip
-                for r in coming:
-                    rot = c.cohort.rotations.get(r.klass)
-                    self.refresher.expect(st, list(_alike(c, st, r)), r, rot)
+                for refreshes in coming:
+                    parts = [_part(c, st, r, src) for r, src in refreshes]
+                    self.refresher.expect(st, parts, self.const, self._const_args(args))
 
-    def _run(self, args: list[Any], states: list[Any], env: Mapping[fx.Node, Any]) -> Any:
-        extras = [self._extra(e, states, args, env) for e in self.extras]
+    def _run(
+        self, args: list[Any], states: list[Any], env: Mapping[fx.Node, Any], ahead: Ahead | None
+    ) -> Any:
+        extras: list[Any] = [None] * len(self.extras)
+        for c, st, _ in states:
+            for i, value in self._kept(c, st):
+                extras[i] = value
+        self.session.counters.prepared_ahead += ahead is not None
+        self.misses = 0 if ahead is not None else self.misses + 1
+        for i, e in self.varying:
+            extras[i] = self._extra(e, states, env) if ahead is None else ahead.sent[i]
         if self.step is not None and not self.step.blockers:
             owner = states[0][1].steps
             try:
@@ -282,6 +352,23 @@ class GraphRuntime:
                 self.session.note(f"steps run without a CUDA graph: {e}")
                 self.step = None
         return self.rewritten([*args, *(self._sent(x, args) for x in extras)])
+
+    def _kept(self, c: CohortRuntime, st: CohortState) -> list[tuple[int, torch.Tensor]]:
+        """Inputs of one cohort that lie on its device from call to call, with their numbers."""
+        have = st.kept.get(self)
+        if have is None or have[0] is not st.scales:
+            values: list[tuple[int, torch.Tensor]] = []
+            for i, e in enumerate(self.extras):
+                if e.kind in KEPT and e.cohort == c.index:
+                    if e.kind == "view":
+                        values.append((i, st.storages[e.view]))
+                    elif e.kind == "scale":
+                        assert st.scales is not None
+                        values.append((i, st.scales[e.operand]))
+                    else:
+                        values.append((i, st.saturated))
+            have = st.kept[self] = st.scales, values
+        return have[1]
 
     def _sent(self, value: torch.Tensor, args: list[Any]) -> torch.Tensor:
         device = args[self.cohorts[0].inputs[0]].device
@@ -311,8 +398,7 @@ class GraphRuntime:
 
     def _broken(self, st: CohortState) -> None:
         """A call died half way: caches may be half written, as in eager; the views are dropped."""
-        for k in st.classes.values():
-            k.invalidate()
+        st.drop_views()
         self.session.touched.append(st)
 
     def _run_plain(self, args: list[Any], reason: str) -> Any:
@@ -333,8 +419,8 @@ class GraphRuntime:
         info = self.inputs[index]
         return args[info.index if info.parent is None else info.parent.index]
 
-    def _env(self, args: list[Any]) -> dict[fx.Node, Any]:
-        ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
+    def _consts(self, args: list[Any]) -> dict[fx.Node, torch.Tensor]:
+        """Constant inputs of the host's program, as CPU tensors."""
         consts: dict[fx.Node, torch.Tensor] = {}
         for i in self.host.const_inputs:
             t = args[i.index]
@@ -346,6 +432,11 @@ class GraphRuntime:
                 for c in self.cohorts:
                     c.compared.clear()
             consts[i.node] = have[1]
+        return consts
+
+    def _env(
+        self, ints: Mapping[fx.Node, int], consts: Mapping[fx.Node, torch.Tensor]
+    ) -> dict[fx.Node, Any]:
         env = self.host.run(ints, consts)
         if not self.verified:
             for c in self.cohorts:
@@ -356,8 +447,7 @@ class GraphRuntime:
         return env
 
     def _stamps(self, args: list[Any]) -> list[Stamp]:
-        tensors = (args[i.index] for i in self.const_inputs)
-        return [Stamp(t, self.session.epoch) for t in tensors if isinstance(t, torch.Tensor)]
+        return [Stamp(t, self.session.epoch) for t in self._const_args(args)]
 
     def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
         handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
@@ -387,29 +477,27 @@ class GraphRuntime:
         self.session.states.append(st)
         return st
 
-    def _refresh(self, c: CohortRuntime, st: CohortState, prep: Prepared) -> None:
+    def _refresh(self, c: CohortRuntime, st: CohortState, prep: Prepared, args: list[Any]) -> None:
+        if not prep.refresh:
+            return
+        parts = []
         for r in prep.refresh:
             src = st.place.find(r.cids)
             assert (src >= 0).all(), "a slot to refresh is not in the cache"
-            rot = c.cohort.rotations.get(r.klass)
-            with torch.no_grad():
-                for views in _alike(c, st, r):
-                    self.refresher.run(st, views, r, src, self.const, rot)
+            parts.append(_part(c, st, r, src))
             st.counters.refreshed_slots += len(r.cids)
+        with torch.no_grad():
+            self.refresher.run(st, parts, self.const, self._const_args(args))
 
-    def _extra(
-        self, e: Extra, states: list[Any], args: list[Any], env: Mapping[fx.Node, Any]
-    ) -> torch.Tensor:
-        """The value of a new input: state on its device, what the host worked out on the CPU."""
+    def _const_args(self, args: list[Any]) -> list[torch.Tensor]:
+        tensors = (args[i.index] for i in self.const_inputs)
+        return [t for t in tensors if isinstance(t, torch.Tensor)]
+
+    def _extra(self, e: Extra, states: list[Any], env: Mapping[fx.Node, Any]) -> torch.Tensor:
+        """The value of a new input that the host works out in every call."""
         if e.kind == "host":
             return self.lifted[e.operand].value(env).to(e.dtype).reshape(e.shape).contiguous()
-        _, st, prep = next(s for s in states if s[0].index == e.cohort)
-        if e.kind == "view":
-            return st.storages[e.view]
-        if e.kind == "scale":
-            return st.scales[e.operand]
-        if e.kind == "saturated":
-            return st.saturated
+        prep: Prepared = next(s[2] for s in states if s[0].index == e.cohort)
         return prep.extras[e]
 
 
@@ -418,6 +506,10 @@ class GraphRuntime:
 _CHUNK_BYTES = {"cpu": 1 << 23}
 _SMALLEST = 1e-6  # of a calibrated query: heads that were zero in the first call
 _CHUNK_ELSEWHERE = 1 << 28
+
+
+def _part(c: CohortRuntime, st: CohortState, r: Refresh, src: np.ndarray) -> Part:
+    return Part(r, src, c.cohort.rotations.get(r.klass), list(_alike(c, st, r)))
 
 
 def _alike(c: CohortRuntime, st: CohortState, r: Refresh) -> Iterator[list[Any]]:

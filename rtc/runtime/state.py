@@ -85,6 +85,8 @@ class Counters:
     refreshed_slots: int = 0
     folds: int = 0
     replays: int = 0  # calls served from a captured graph
+    refresh_replays: int = 0  # refreshes, likewise
+    prepared_ahead: int = 0  # calls whose host work was done while the call before ran
 
 
 def _device(cohort: Cohort) -> torch.device:
@@ -132,6 +134,12 @@ class CohortState:
         self.consts: list[Stamp] | None = None
         # captured steps that run on this state; one goes with the graph that it replays
         self.steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # of a graph: inputs that stay while the scales do, with their numbers
+        self.kept: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[int, torch.Tensor]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.changes = 0  # counts up whenever slots, views or scales are others than before
+        self.released = False
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
         with torch.inference_mode(False):
@@ -156,12 +164,16 @@ class CohortState:
 
     def caches(self) -> list[torch.Tensor]:
         """The caches (parts cut out of stacked tensors), in the cohort's order."""
-        if not self.alive:
-            raise StateError(
-                "a cache tensor was freed while rtc kept its state: hold the tensors for as long "
-                "as the compiled model runs on them, or call compiled.close() first"
-            )
-        return [h.cut(h.owner()) for h in self.handles]  # type: ignore[arg-type]
+        out = []
+        for h in self.handles:
+            t = h.ref()
+            if t is None:
+                raise StateError(
+                    "a cache tensor was freed while rtc kept its state: hold the tensors for as "
+                    "long as the compiled model runs on them, or call compiled.close() first"
+                )
+            out.append(t if h.part is None else h.cut(t))
+        return out
 
     @property
     def in_order(self) -> bool:
@@ -206,12 +218,14 @@ class CohortState:
             for c in self.classes.values():
                 c.follow(src)
         self.place.content = self.cids.copy()
+        self.changes += 1
         self.counters.materializations += 1
         if self.alive:
             self.record_versions()
 
     def invalidate(self) -> None:
         """The caches were written from outside: every view is out of date."""
+        self.changes += 1
         n = len(self.cids)
         self.cids = self.next_cid + np.arange(n, dtype=np.int64)
         self.next_cid += n
@@ -278,5 +292,6 @@ class CohortState:
         self.tables.update(stamps)
 
     def drop_views(self) -> None:
+        self.changes += 1
         for c in self.classes.values():
             c.invalidate()

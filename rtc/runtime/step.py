@@ -13,7 +13,7 @@ from rtc.passes.pipeline import Result
 from rtc.runtime.constants import WithConstants
 from rtc.runtime.state import Counters
 
-_STATE = ("view", "scale", "saturated")  # extras that live on the device, at fixed addresses
+KEPT = ("view", "scale", "saturated")  # extras that live on the device, at fixed addresses
 
 
 class Step:
@@ -24,8 +24,8 @@ class Step:
     ) -> None:
         self.run = run
         extras = result.rewritten.extras
-        self.sent = [i for i, e in enumerate(extras) if e.kind not in _STATE]
-        self.kept = [i for i, e in enumerate(extras) if e.kind in _STATE]
+        self.sent = [i for i, e in enumerate(extras) if e.kind not in KEPT]
+        self.kept = [i for i, e in enumerate(extras) if e.kind in KEPT]
         gm = result.rewritten.gm
         assert gm is not None
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]

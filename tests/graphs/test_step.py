@@ -7,6 +7,7 @@ import torch
 
 import rtc
 from rtc.graphs.step import WARM_UP, Staging, StepGraph
+from rtc.model import build, example_inputs
 from tests.forms.registry import run
 from tests.forms.test_forms import BY_NAME, compile_with
 
@@ -76,3 +77,46 @@ def test_a_captured_step_goes_with_its_graph():
     torch._dynamo.reset()
     gc.collect()
     assert len(state.steps) == 0
+
+
+def _sides(**options):
+    model, same = (build("tiny", dtype=torch.float64) for _ in range(2))
+    for a, b in zip(model.caches.buffers(), same.caches.buffers(), strict=True):
+        a.normal_()
+        b.copy_(a)
+    options = rtc.Options(lowering="eager", step_graph="simulate", **options)
+    return model, same, rtc.compile(model, options=options)
+
+
+def test_a_reset_is_replayed_and_what_the_host_works_out_is_ready():
+    """Over three position resets: the refresh of the sink is one replay, from captured inputs."""
+    model, same, compiled = _sides()
+    period = model.cfg.reset_period
+    start = period - 5
+    with torch.no_grad():
+        for s in range(start, start + 2 * period + 10):
+            args = example_inputs(model.cfg, s, dtype=torch.float64)
+            torch.testing.assert_close(compiled(*args), same(*args), atol=1e-10, rtol=1e-10)
+    compiled.materialize()
+    for a, b in zip(model.caches.buffers(), same.caches.buffers(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+    runtime = compiled.report().to_dict()["runtime"]
+    assert runtime["refresh_replays"] == 3
+    assert runtime["prepared_ahead"] > 2 * period
+
+
+def test_a_step_that_was_not_foreseen_is_worked_out_anew():
+    """Steps that jump, caches written from outside, a look at the caches: between any two calls."""
+    model, same, compiled = _sides()
+    jumps = [0, 1, 2, 3, 9, 10, 11, 12, 12, 12, 13, 40, 41, 42, 43, 44, 3, 4, 5, 6]
+    with torch.no_grad():
+        for i, s in enumerate(jumps):
+            args = example_inputs(model.cfg, s, dtype=torch.float64)
+            if i == 7:
+                for m in (model, same):
+                    next(iter(m.caches.buffers())).mul_(0.5)
+            if i == 15:
+                for a, b in zip(model.caches.buffers(), same.caches.buffers(), strict=True):
+                    torch.testing.assert_close(a + 0, b, atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(compiled(*args), same(*args), atol=1e-10, rtol=1e-10)
+    assert 0 < compiled.report().to_dict()["runtime"]["prepared_ahead"] < len(jumps) - 6
