@@ -29,11 +29,13 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from bench.step import measure, sides
 from bench.step.table import progress, table
-from rtc.model import PRESETS, Config, build
+from rtc.model import PRESETS, Config, Shard, build
 
 Makers = dict[str, Callable[[Any], sides.Side]]
 
@@ -70,12 +72,13 @@ def main() -> None:
         makers[name] = functools.partial(sides.Rtc, options=changed)
 
     say = _Clock()
-    model = build(cfg, device=args.device, dtype=dtype, seed=0)
+    shard = Shard.of() if args.world > 1 else Shard()
+    model = build(cfg, device=args.device, dtype=dtype, seed=0, shard=shard)
     size = dtype.itemsize
     say(
         f"{_label(args)}: {cfg.weight_bytes(size) / 1e9:.2f} GB of weights, "
         f"{cfg.cache_bytes(size) / 1e9:.2f} GB of caches, {cfg.flops_per_step / 1e12:.3g} TFLOP "
-        f"and {cfg.calls} calls a step; stock: {kind}, {mode}"
+        f"and {cfg.calls} calls a step; stock: {kind}, {mode}; ranks: {args.world}"
     )
     run = _alternate if args.alternate else _sequential
     rows = run(args, makers, model, dtype, say)
@@ -100,10 +103,15 @@ def main() -> None:
         line["speedup_over_stock"] = speedup
         print(f"rtc is {speedup:.2f}x stock torch.compile; error {line['worst_error']:.1e}")
     out = Path(args.out) if whole else Path(args.out).with_stem(f"{Path(args.out).stem}_partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as f:
-        f.write(json.dumps(line) + "\n")
-    say(f"written to {out}")
+    if args.rank == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+        say(f"written to {out}")
+    if args.world > 1:
+        torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(1 if failed else 0)  # without tearing down the group: graphs hold its kernels
     sys.exit(1 if failed else 0)
 
 
@@ -151,6 +159,7 @@ def _line(args: Any, cfg: Config, rows: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "config": {**config, "dtype": args.dtype},
         "steps": args.steps,
+        "world": args.world,
         "alternate": args.alternate,
         "worst_error": ours.get("error"),
         "work": ours.pop("work", []),
@@ -201,10 +210,30 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--tolerance", type=float, help="default: 0.1 with FP8 linears, else 0.05")
     p.add_argument("--out", default="bench/results/step.jsonl")
     args = p.parse_args()
+    _join(args)
     on_gpu = args.device.startswith("cuda")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.alternate = not on_gpu if args.alternate is None else args.alternate
     return args
+
+
+def _join(args: argparse.Namespace) -> None:
+    """Under torchrun: this process is one rank of a tensor-parallel model. Rank 0 prints."""
+    args.world, args.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if args.world == 1:
+        return
+    import torch.distributed as dist
+
+    backend, device = "gloo", None
+    if args.device.startswith("cuda"):
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = torch.device(args.device)
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device)
+    args.alternate = False
+    if args.rank:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -4,9 +4,12 @@ Every attention call moves its window along by copying, then rotates all S cache
 if asked to, quantizes the whole cache, although only T slots are new. A compiler is to remove
 that; this file is the meaning that it has to keep.
 
+Under tensor parallelism a rank holds its share of the heads and of the hidden width, and the
+blocks' outputs are added over all ranks; see `parallel.py`.
+
 Shapes: B batch, T tokens of a frame, L tokens of a prompt, N either of them, S slots of a cache,
-        H heads, D channels of a head, E = H * D model width, F hidden width of SwiGLU,
-        C channels of a latent.
+        H heads (of this rank, but for E), D channels of a head, E = H * D model width,
+        F hidden width of SwiGLU, C channels of a latent.
 """
 
 import math
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from .config import TIME_FEATURES, Config
 from .linear import FP8, FP8_MAX, Float8Linear
+from .parallel import WHOLE, Shard
 from .rope import apply_rope, rope_tables, slot_positions
 
 Tables = tuple[Tensor, Tensor]
@@ -43,10 +47,10 @@ class Cache(nn.Module):
     k: Tensor
     v: Tensor
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, shard: Shard) -> None:
         super().__init__()
         self.sink = cfg.sink
-        shape = (cfg.batch, cfg.slots, cfg.heads, cfg.head_dim)
+        shape = (cfg.batch, cfg.slots, shard.heads(cfg), cfg.head_dim)
         self.register_buffer("k", torch.zeros(shape), persistent=False)
         self.register_buffer("v", torch.zeros(shape), persistent=False)
 
@@ -71,13 +75,13 @@ class Cache(nn.Module):
 class Block(nn.Module):
     """Parallel attention and SwiGLU behind one norm: x + gate * linear2([attention, swiglu])."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, shard: Shard) -> None:
         super().__init__()
-        dim, hidden = cfg.dim, cfg.hidden
-        self.cfg = cfg
-        self.modulation = nn.Parameter(torch.empty(3, dim))
-        self.linear1 = _linear(cfg, dim, 3 * dim + 2 * hidden)
-        self.linear2 = _linear(cfg, dim + hidden, dim)
+        self.cfg, self.shard = cfg, shard
+        self.heads, self.dim, self.hidden = shard.heads(cfg), shard.dim(cfg), shard.hidden(cfg)
+        self.modulation = nn.Parameter(torch.empty(3, cfg.dim))
+        self.linear1 = _linear(cfg, cfg.dim, 3 * self.dim + 2 * self.hidden)
+        self.linear2 = _linear(cfg, self.dim + self.hidden, cfg.dim)
         self.norm_q = nn.RMSNorm(cfg.head_dim, eps=1e-6)
         self.norm_k = nn.RMSNorm(cfg.head_dim, eps=1e-6)
 
@@ -91,8 +95,8 @@ class Block(nn.Module):
         cfg = self.cfg
         shift, scale, gate = (self.modulation + time).unbind(0)
         h = F.layer_norm(x, (cfg.dim,)) * (1 + scale) + shift
-        q, k, v, act, up = self.linear1(h).split([cfg.dim] * 3 + [cfg.hidden] * 2, dim=-1)
-        q, k, v = (y.unflatten(-1, (cfg.heads, cfg.head_dim)) for y in (q, k, v))
+        q, k, v, act, up = self.linear1(h).split([self.dim] * 3 + [self.hidden] * 2, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.heads, cfg.head_dim)) for y in (q, k, v))
 
         keys, values = write(self.norm_k(k), v)
         q = apply_rope(self.norm_q(q), q_rope)
@@ -102,29 +106,32 @@ class Block(nn.Module):
         q, keys, values = (y.transpose(1, 2) for y in (q, keys, values))  # [B, H, N or S, D]
         attention = F.scaled_dot_product_attention(q, keys, values).transpose(1, 2).flatten(2)
 
-        return x + gate * self.linear2(torch.cat([attention, F.silu(act) * up], dim=-1))
+        part = self.linear2(torch.cat([attention, F.silu(act) * up], dim=-1))
+        return x + gate * self.shard.sum(part)
 
 
 class DiT(nn.Module):
     """One call is one steady step: all denoising passes of one latent frame.
 
     `caches[p][i]` belongs to denoising pass p and layer i. Inference only. The constructor leaves
-    parameters unset; `rtc.model.build` sets them.
+    parameters unset; `rtc.model.build` sets them. Raises ValueError where `shard` does not divide
+    the config.
     """
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.cfg = cfg
+        shard.check(cfg)
+        self.cfg, self.shard = cfg, shard
         self.latent_in = nn.Linear(cfg.in_channels, cfg.dim, bias=False)
         self.cond_in = nn.Linear(cfg.cond_dim, cfg.dim, bias=False)
         self.cond_slots = nn.Parameter(torch.empty(cfg.cond_tokens, cfg.dim))
         self.prompt_in = nn.Linear(cfg.cond_dim, cfg.dim, bias=False)
         self.time_in = nn.Linear(TIME_FEATURES, cfg.dim, bias=False)
         self.time_out = nn.Linear(cfg.dim, 3 * cfg.dim, bias=False)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.blocks = nn.ModuleList(Block(cfg, shard) for _ in range(cfg.layers))
         self.head = nn.Linear(cfg.dim, cfg.out_channels, bias=False)
         self.caches = nn.ModuleList(
-            nn.ModuleList(Cache(cfg) for _ in range(cfg.layers)) for _ in range(cfg.passes)
+            nn.ModuleList(Cache(cfg, shard) for _ in range(cfg.layers)) for _ in range(cfg.passes)
         )
         self.requires_grad_(False)
 

@@ -57,10 +57,16 @@ class Float8Linear(nn.Module):
             y = (product * scale * self.weight_scale).to(x.dtype)
         return y.unflatten(0, x.shape[:-1])
 
-    def set_rows(self, start: int, rows: Tensor) -> None:
-        """Store rows [n, K] of a weight in any wider dtype from output row `start` on."""
+    def set_rows(self, start: int, rows: Tensor, columns: Tensor | None = None) -> None:
+        """Store rows [n, K] of a weight in any wider dtype from output row `start` on.
+
+        With `columns` (int64 [K]) rows are those of a wider weight, of which this one holds these
+        columns; scales are those of the wider rows.
+        """
         end = start + len(rows)
         weight, scale = quantize_rows(rows.float())
+        if columns is not None:  # as bytes: indexing FP8 is not implemented everywhere
+            weight = weight.view(torch.uint8)[:, columns].view(FP8)
         self.weight[start:end].copy_(weight)
         self.weight_scale[0, start:end].copy_(scale[:, 0])
 

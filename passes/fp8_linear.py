@@ -34,6 +34,7 @@ from rtc.passes.analysis.normed import base
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val
 from rtc.passes.plan import Refusal
+from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 
@@ -125,8 +126,11 @@ def _consumer_of(found: _Product) -> fx.Node | None:
 
 
 def run(ctx: Context) -> Outcome:
+    return rewrite(ctx.gm.graph)
+
+
+def rewrite(graph: fx.Graph) -> Outcome:
     out = Outcome()
-    graph = ctx.gm.graph
     raw = 0
     for node in list(graph.nodes):
         if node.target not in _OPS and (_V2 is None or node.target is not _V2):
@@ -145,13 +149,8 @@ def run(ctx: Context) -> Outcome:
         out.applied += 1
     if out.applied:
         out.notes.append(f"{out.applied - raw} with scales inside, {raw} without")
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or _writes(n))
+    dead_code(graph)
     return out
-
-
-def _writes(n: fx.Node) -> bool:
-    t = n.target
-    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
 
 
 def _weight(emit: Emitter, w: fx.Node) -> fx.Node:

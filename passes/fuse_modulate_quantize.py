@@ -26,6 +26,7 @@ from torch import fx
 
 from rtc.kernels import modulate_quantize as _kernel  # registers the ops
 from rtc.passes.analysis import quantizer
+from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.fp8 import CASTS
 from rtc.passes.analysis.normed import (
     FLOATS,
@@ -43,6 +44,7 @@ from rtc.passes.analysis.quantizer import RowQuantizer
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val
 from rtc.passes.plan import Refusal
+from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 
@@ -135,6 +137,9 @@ def _product(rows: Rows, node: Any) -> bool:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.name in _PRODUCTS:
             return True
+        if is_collective(node):  # parts of one, summed over ranks
+            node = node.args[0]
+            continue
         below = base(node)
         if below is not node:
             node = below
@@ -180,13 +185,8 @@ def run(ctx: Context) -> Outcome:
         out.applied += len(members)
     if out.applied:
         out.notes.append(f"{fused} of {out.applied} with the residual in front")
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or _writes(n))
+    dead_code(graph)
     return out
-
-
-def _writes(n: fx.Node) -> bool:
-    t = n.target
-    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
 
 
 def _refused(row: Row) -> Refusal | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.host import InputInfo
 
 aten = torch.ops.aten
@@ -238,7 +239,7 @@ class _Splitter:
 
 
 def _keep(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output") or is_collective(node):
         return True
     t = node.target
     return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable

@@ -10,6 +10,7 @@ from torch import fx
 from rtc.passes import (
     fp8_attention,
     fp8_linear,
+    fuse_linear_all_reduce,
     fuse_modulate_quantize,
     fuse_pre_attention,
     fuse_swiglu_quantize,
@@ -18,13 +19,16 @@ from rtc.passes import (
     normalize,
     quantize_kv,
     ring_cache,
+    unify_attention,
 )
+from rtc.passes.analysis.collectives import issued
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.plan import CachePlan
 from rtc.passes.rewrite import Rewriter, Rewritten, copied
 
 PIPELINE: tuple[Pass, ...] = (
+    unify_attention.PASS,
     quantize_kv.PASS,
     hoist_quantize.PASS,
     hoist_rope.PASS,
@@ -34,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     fuse_swiglu_quantize.PASS,
     fuse_modulate_quantize.PASS,
     fp8_linear.PASS,
+    fuse_linear_all_reduce.PASS,
 )
 
 
@@ -86,6 +91,7 @@ def run(
     on_pass("rewrite")
     rewritten = Rewriter(gm, ctx.plan).run(lift=lift)
     assert rewritten.gm is not None
+    assert issued(rewritten.gm.graph) == issued(gm.graph)
     ctx.gm = rewritten.gm
     ctx.extras = dict(zip(rewritten.nodes, rewritten.extras, strict=True))
     _run_stage("graph", ctx, outcomes, on_pass)
@@ -99,9 +105,12 @@ def _run_stage(
     outcomes: dict[str, tuple[Pass, bool, Outcome]],
     on_pass: Callable[[str], None],
 ) -> None:
+    meets = len(issued(ctx.gm.graph))
     for p in PIPELINE:
         if p.stage == stage:
             on_pass(p.name)
             enabled = ctx.on(p.name) and (ctx.kernels or not p.own_kernels)
             outcomes[p.name] = (p, enabled, p.run(ctx) if enabled else Outcome())
             ctx.gm.graph.lint()
+            # one too many or too few, and the other ranks wait for ever
+            assert len(issued(ctx.gm.graph)) == meets, f"{p.name} changed the collectives"

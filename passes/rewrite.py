@@ -25,6 +25,7 @@ from torch import fx
 
 from rtc.passes import entries
 from rtc.passes.analysis import shapes
+from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.fn import (
     Fn,
     Operand,
@@ -543,8 +544,11 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that the output or a write depends on."""
-    stack = [n for n in graph.nodes if n.op == "output" or n.target is aten.copy_.default]
+    """Nodes that the output, a write or another rank depends on."""
+    stack = [
+        n for n in graph.nodes
+        if n.op == "output" or n.target is aten.copy_.default or is_collective(n)
+    ]  # fmt: skip
     live: set[fx.Node] = set()
     while stack:
         n = stack.pop()
@@ -555,10 +559,10 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def dead_code(graph: fx.Graph) -> None:
-    """Remove nodes without users; writes stay."""
+    """Remove nodes without users; writes and collectives stay."""
 
     def impure(n: fx.Node) -> bool:
-        if n.op in ("placeholder", "output"):
+        if n.op in ("placeholder", "output") or is_collective(n):
             return True
         t = n.target
         return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable

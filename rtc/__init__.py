@@ -10,7 +10,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rtc.compiled import Compiled, compile, explain
-    from rtc.errors import HostSyncError, OptionsError, RtcError, StateError, UnsupportedError
+    from rtc.errors import (
+        HostSyncError,
+        OptionsError,
+        RankLostError,
+        RanksDisagreeError,
+        RtcError,
+        StateError,
+        UnsupportedError,
+    )
     from rtc.options import Options
     from rtc.report import Report
 
@@ -19,7 +27,15 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(("Compiled", "compile", "explain"), "rtc.compiled"),
     **dict.fromkeys(
-        ("HostSyncError", "OptionsError", "RtcError", "StateError", "UnsupportedError"),
+        (
+            "HostSyncError",
+            "OptionsError",
+            "RankLostError",
+            "RanksDisagreeError",
+            "RtcError",
+            "StateError",
+            "UnsupportedError",
+        ),
         "rtc.errors",
     ),
     "Options": "rtc.options",
@@ -46,6 +62,8 @@ __all__ = [
     "HostSyncError",
     "Options",
     "OptionsError",
+    "RankLostError",
+    "RanksDisagreeError",
     "Report",
     "RtcError",
     "StateError",

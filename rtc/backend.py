@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rtc import constants, region_ops, regions
+from rtc import constants, dtensor, exchanges, region_ops, regions
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
@@ -29,6 +31,7 @@ from rtc.passes.analysis.host import InputInfo, where
 from rtc.passes.analysis.slots import COPIES
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
+from rtc.ranks import Ranks
 from rtc.report import GraphReport
 from rtc.runtime.constants import WithConstants
 from rtc.runtime.owners import OWNERS, guard_all, owners
@@ -64,6 +67,7 @@ class Compiler:
     fixed: dict[str, set[int]] | None = None
     # set while a graph is traced again with constant tensor sizes: the ints that stay symbolic
     static: tuple[str, ...] | None = None
+    ranks: Ranks = field(default_factory=Ranks)  # the others that run this model's collectives
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -87,7 +91,9 @@ class Compiler:
         self.graphs.append(report)
         _refuse_host_reads(gm)
         hide_attention(gm)
-        sources = [_source(n) for n in gm.graph.nodes if n.op == "placeholder"]
+        dtensor.prepare(gm)
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        sources = [s for n in places for s in _parts(*_source(n))]
         self.on_phase("tracing")
 
         def inner(functional: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -103,9 +109,12 @@ class Compiler:
             keep_inference_input_mutations=True,
         )
         session = self.session
+        wrapped = [i for i, x in enumerate(example_inputs) if is_traceable_wrapper_subclass(x)]
 
         def run(*args: Any) -> Any:
-            session.before_graph(args)
+            # a cache may be what a wrapper holds: writes to it are counted there
+            held = [t for i in wrapped for _, t in _parts("", args[i])]
+            session.before_graph([*args, *held] if held else args)
             try:
                 return compiled(*args)
             finally:
@@ -121,6 +130,7 @@ class Compiler:
         inputs = _inputs(gm, sources)
         sample = {i.node: _hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
+        parties = [] if self.dry else self.ranks.join(gm, self.options)
         plain = copied(gm)
         t0 = time.perf_counter()
         report.before(gm, inputs)
@@ -144,6 +154,9 @@ class Compiler:
         report.after(new, result)
         if self.dry:
             return make_boxed_func(plain.forward)
+        self.ranks.agree(parties, self.options, inputs, sample, plain, new)
+        exchanges.alike([plain, result.traced], new)
+        report.notes += exchanges.prepare(new)
         t0 = time.perf_counter()
         self.on_phase("code generation")
         managed = any(c.order != "plain" for c in result.plan.cohorts)
@@ -184,6 +197,8 @@ class Compiler:
             self.session, result, result.inputs, gm, run, fallback, measured,
             self.options.calibration_margin, self._refresher(inputs),
         )  # fmt: skip
+        if exchanges.fused(new) and self._cuda(inputs):
+            runtime.alarm = exchanges.Alarm(new)
         if self._step_graph(inputs):
             runtime.step = Step(runtime.rewritten, result, runtime.inputs)
             report.notes += runtime.step.blockers
@@ -227,9 +242,11 @@ class Compiler:
             raise Specialize(values)
 
     def _refresher(self, inputs: list[InputInfo]) -> Refresher:
-        """On a GPU, coming refreshes are compiled ahead: op by op, a reset would be seen."""
+        """On a GPU, coming refreshes are compiled and captured ahead."""
         on = self._cuda(inputs) and self.options.lowering == "inductor"
-        return Refresher(self._lower_one if on or self.options.step_graph == "simulate" else None)
+        simulated = self.options.step_graph == "simulate"
+        lower = self._lower_one if on or simulated else None
+        return Refresher(lower, capture=self._step_graph(inputs))
 
     def _own_kernels(self, inputs: list[InputInfo]) -> bool:
         if self.options.kernels != "auto":
@@ -313,7 +330,14 @@ def rtc(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     every call (``write_back``); :func:`rtc.compile` does without.
     """
     options = Options(**{**(kwargs.get("options") or {}), "write_back": True})
-    return Compiler(options, Session(write_back=True, watches=False))(gm, example_inputs)
+    compiler = Compiler(options, Session(write_back=True, watches=False))
+    run = compiler(gm, example_inputs)
+
+    def watched(*args: Any) -> Any:
+        with compiler.ranks:
+            return run(*args)
+
+    return watched if compiler.ranks.dog is not None else run
 
 
 # -- graph preparation -----------------------------------------------------------------------------
@@ -404,6 +428,19 @@ def _source(node: fx.Node) -> tuple[str, Any]:
     return name, node.meta.get("example_value")
 
 
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """AOT's inputs for one of Dynamo's: a wrapper (DTensor) comes in as what it holds, then those
+    of its sizes that change from call to call."""
+    if not is_traceable_wrapper_subclass(value):
+        yield name, value
+        return
+    for part in value.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(value, part))
+    for size in (*value.size(), *value.stride()):
+        if isinstance(size, torch.SymInt):
+            yield f"{name}.size()", size
+
+
 def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = len(nodes) == len(sources)
@@ -412,7 +449,7 @@ def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
     for i, n in enumerate(nodes):
         name, _ = sources[i] if known else (n.name, None)
         val = n.meta["val"]
-        is_int = not isinstance(val, torch.Tensor)
+        is_int = not isinstance(val, (torch.Tensor, FakeScriptObject))
         parameter = "_parameters" in name or isinstance(val, torch.nn.Parameter)
         attribute = "_parameters" in name or "_buffers" in name or name.startswith("G[")
         attribute = attribute or ("L['self']" in name or "__closure__" in name)

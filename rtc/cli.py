@@ -1,4 +1,4 @@
-"""``rtc demo``, ``rtc explain TARGET``, ``rtc passes``, ``rtc --version``.
+"""``rtc demo``, ``rtc explain TARGET``, ``rtc run TARGET``, ``rtc passes``, ``rtc --version``.
 
 Results go to stdout, as text or with --json as one JSON document; progress and errors to stderr.
 Exit codes: 0 ok, 1 a check failed, 2 usage or bad input, 130 interrupted.
@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 import rtc
+from rtc import cli_run
+from rtc.cli_run import UsageError
 from rtc.demo.settings import without
 from rtc.options import Options
 from rtc.passes.pipeline import PIPELINE, names
@@ -39,10 +41,6 @@ Try it: rtc explain rtc.demo:tiny
 """
 
 
-class UsageError(Exception):
-    """Bad input: one line that says what, where, and what to do."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"rtc: error: {message} (see {self.prog} --help)\n")
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.version:
             return _version(args)
         if args.command is None:
-            parser().error("no command: demo, explain or passes")
+            parser().error("no command: demo, explain, run or passes")
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -95,6 +93,21 @@ def parser() -> argparse.ArgumentParser:
         "--html", metavar="FILE", type=Path, help="write the report as one HTML file too"
     )
     p.set_defaults(command="explain", run=_explain)
+    _json(p)
+    _options(p)
+
+    p = commands.add_parser(
+        "run",
+        help="compile your model and time its steps, alone or on several ranks (torchrun)",
+        description="Compile a model, run it, and print what a step takes on each rank.",
+        epilog=_TARGET_HELP.replace("rtc explain", "rtc run") + cli_run.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "target", metavar="TARGET", help="path/to/file.py:factory or package.module:factory"
+    )
+    cli_run.arguments(p)
+    p.set_defaults(command="run", run=_run)
     _json(p)
     _options(p)
 
@@ -147,6 +160,7 @@ def options_of(args: argparse.Namespace) -> Options:
     options = Options(
         quantize=args.quantize, lowering=lowering,
         quantize_kv="quantize_kv" in said, fp8_attention="fp8_attention" in said,
+        rank_timeout_s=getattr(args, "rank_timeout", Options.rank_timeout_s),
     )  # fmt: skip
     return without(options, off)
 
@@ -242,6 +256,22 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html is not None:
         print(f"report: {args.html}", file=sys.stderr)
     return OK
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rtc.show import run as show
+    from rtc.show import text
+
+    options = options_of(args)
+    with _quiet_stdout():
+        code, result = cli_run.command(args, options)
+    if result is None:
+        return code
+    if args.json:
+        _dump(result)
+    else:
+        show.print_run(text.console(), result)
+    return code
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -106,7 +106,8 @@ class Compiled:
         started = time.perf_counter()
         session.before_call()
         try:
-            return self._traced(args, kwargs)
+            with self._compiler.ranks:
+                return self._traced(args, kwargs)
         except BackendCompilerFailed as e:
             inner = e.inner_exception
             if isinstance(inner, RtcError):
@@ -164,6 +165,7 @@ class Compiled:
         """Materialise the caches, and free everything that rtc keeps. Idempotent."""
         if not self._session.closed:
             self._session.close()
+            self._compiler.ranks.close()
 
     def __enter__(self) -> Compiled:
         return self

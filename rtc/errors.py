@@ -21,3 +21,11 @@ class StateError(RtcError, RuntimeError):
 
 class HostSyncError(RtcError, RuntimeError):
     """The model reads device data on the host in the middle of a step."""
+
+
+class RanksDisagreeError(RtcError, RuntimeError):
+    """Ranks of one process group are about to run different programs together."""
+
+
+class RankLostError(RtcError, RuntimeError):
+    """A rank failed, was killed, or never came: what this rank waits for will not happen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -35,6 +36,10 @@ class Options:
         sets it).
     step_graph: replay steps from a CUDA graph: captured once per session in its third call. "auto"
         does so on a GPU; "off" never; "simulate" goes the same way without capturing (for tests).
+    rank_timeout_s: on several ranks, seconds after which one that does not come to compile, or
+        shows no sign of life, is taken for lost: the others end with an error instead of waiting.
+    rank_check: what ranks must have in common before they run collectives together: "all", or
+        "collectives" where their shards differ on purpose (uneven sizes, a bias on one rank).
     warn: print what the user should know once (plain calls, write-backs).
     """
 
@@ -52,6 +57,8 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     write_back: bool = False
     step_graph: str = "auto"
+    rank_timeout_s: float = 60.0
+    rank_check: str = "all"
     warn: bool = True
 
     def __post_init__(self) -> None:
@@ -72,6 +79,10 @@ class Options:
             raise OptionsError(
                 f"step_graph is 'auto', 'off' or 'simulate', not {self.step_graph!r}"
             )
+        if self.rank_check not in ("all", "collectives"):
+            raise OptionsError(f"rank_check is 'all' or 'collectives', not {self.rank_check!r}")
+        if not 0 < self.rank_timeout_s < math.inf:
+            raise OptionsError(f"rank_timeout_s is a number of seconds, not {self.rank_timeout_s}")
         if self.quantize_kv and self.quantize != "calibrated":
             raise OptionsError(
                 "quantize_kv keeps its scales for a session: say quantize='calibrated' as well"

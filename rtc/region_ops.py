@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
+from rtc.passes.analysis.collectives import is_collective, is_wait
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def is_view(n: fx.Node) -> bool:
     if n.target is operator.getitem:
         return isinstance(n.args[0], fx.Node) and is_view(n.args[0])
     t = n.target
-    if not isinstance(t, torch._ops.OpOverload):
+    if not isinstance(t, torch._ops.OpOverload) or is_collective(n):
         return False
     if t is aten._unsafe_view.default:
         return True
@@ -51,6 +52,18 @@ def is_heavy(n: fx.Node) -> bool:
     if not isinstance(t, torch._ops.OpOverload):
         return False
     return t.namespace not in ("aten", "prims") or t._opname in _PRODUCTS
+
+
+def waits(n: fx.Node) -> list[fx.Node]:
+    """Where a collective's result is waited for."""
+    found, stack = [], list(n.users)
+    while stack:
+        u = stack.pop()
+        if is_wait(u):
+            found.append(u)
+        elif u.target is operator.getitem:
+            stack += u.users
+    return found
 
 
 def held_by(n: fx.Node) -> fx.Node | None:

@@ -16,6 +16,10 @@ A write moves from the graph's end to where it is computed. That is legal if eve
 older content comes before it: readers are ordered so, and where the graph's own order says
 otherwise the write stays at the end. Views are made anew in every region that reads through them,
 so that no region has two inputs that share memory with one that it writes.
+
+Collectives run as they are, in the graph's own order whatever their levels, so that ranks whose
+graphs are not cut, or cut otherwise, meet in them. Until a collective was waited for it may still
+read: its waits count as readers of what it reads.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
+from rtc.passes.analysis.collectives import issues
 from rtc.region_ops import (
     COPIES,
     RESHAPES,
@@ -38,6 +43,7 @@ from rtc.region_ops import (
     is_view,
     owner,
     shrinks,
+    waits,
 )
 from rtc.runtime.program import Program, Slot
 
@@ -107,6 +113,8 @@ class Cutter:
                 u = stack.pop()
                 if u.op == "output" or not self.view[u]:
                     found[u] = None
+                    if issues(u):
+                        found.update(dict.fromkeys(waits(u)))
                 else:
                     stack += u.users
             have = self._readers[n] = list(found)
@@ -211,6 +219,7 @@ class Cutter:
     def _levels(self) -> None:
         """``level``: heavy ops run at theirs; a region of a level runs after its heavy ops."""
         level: dict[fx.Node, int] = {}
+        collective = 0  # level of the last one
         for n in self.nodes:
             if self.view[n] or n in self.dropped:
                 continue
@@ -218,6 +227,8 @@ class Cutter:
             lowest = max((level.get(r, 0) for r in (*roots, *self.before.get(n, ()))), default=0)
             picks = n.target is operator.getitem
             level[n] = lowest + 1 if self.heavy[n] and not picks else lowest
+            if issues(n):
+                level[n] = collective = max(level[n], collective)
         self.last = max(level.values(), default=0)
         for n in reversed(self.nodes):
             if n not in level or self.heavy[n] or self._effect(n):
@@ -328,7 +339,9 @@ class Cutter:
         target = aten.reshape.default if n.target in RESHAPES else n.target
         strides = None
         val = n.meta.get("val")
-        if self.heavy[n] and isinstance(val, torch.Tensor):
+        # what is waited for is not read before, not even to lay it out
+        pending = issues(n) and waits(n)
+        if self.heavy[n] and isinstance(val, torch.Tensor) and not pending:
             strides = tuple(val.stride())
         self.slot[n] = self.program.op(target, args, kwargs, strides)
 

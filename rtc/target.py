@@ -1,16 +1,18 @@
-"""``path/to/file.py:factory`` or ``package.module:factory``: the user's model for ``rtc explain``.
+"""``path/to/file.py:factory`` or ``package.module:factory``: the user's model.
 
 ``factory()`` returns ``model, args`` or ``model, args, kwargs``: a module or a function, and the
 arguments of one steady call. It may return the model alone where the same file has a function
-``example_inputs()`` that returns ``args`` or ``args, kwargs``. ``args`` is a tuple.
+``example_inputs()`` that returns ``args`` or ``args, kwargs``. ``args`` is a tuple. Under
+``rtc run`` a factory may take ``rank`` and ``world``.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +36,11 @@ class Target:
     kwargs: dict[str, Any]
 
 
-def load(target: str) -> Target:
-    """Import the target's module and call its factory. TargetError where anything is amiss."""
+def load(target: str, offered: Mapping[str, Any] | None = None) -> Target:
+    """Import the target's module and call its factory. TargetError where anything is amiss.
+
+    ``offered``: keyword arguments for a factory that has parameters of these names.
+    """
     home, sep, name = target.rpartition(":")
     if not sep or not home or not name.isidentifier():
         raise TargetError(f"{target!r} names no factory: {_FORMS}")
@@ -49,10 +54,18 @@ def load(target: str) -> Target:
     if not callable(factory):
         raise TargetError(f"{target} is a {type(factory).__name__}, not a function to call")
     try:
-        made = factory()
+        made = factory(**_accepted(factory, offered or {}))
     except Exception as e:
         raise TargetError(f"{target}() raised {_short(e)}{_line(e, module)}") from e
     return _unpack(target, made, module)
+
+
+def _accepted(factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        has = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {k: v for k, v in offered.items() if k in has}
 
 
 def _from_file(path: str) -> ModuleType:

@@ -17,7 +17,11 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rtc.passes.analysis.collectives import is_collective
+
 aten = torch.ops.aten
+
+_TORCH = f'File "{torch.__path__[0]}'
 
 
 class Deps(Flag):
@@ -58,6 +62,7 @@ def _impure(node: fx.Node) -> bool:
             or target._schema.is_mutable
             or target is aten.sym_size.int
             or target is aten._local_scalar_dense.default
+            or is_collective(node)  # of constants, too: other ranks have others
         )
     return getattr(target, "__module__", "") not in ("_operator", "operator", "math", "torch")
 
@@ -233,7 +238,9 @@ def where(node: fx.Node) -> str:
     frames = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
     if not frames:
         return ""
-    head = frames[-1].split(", ")
+    # torch's own functions (a collective's, a module's) are not the user's lines
+    last = next((f for f in reversed(frames) if not f.startswith(_TORCH)), frames[-1])
+    head = last.split(", ")
     if len(head) < 3:
-        return frames[-1]
+        return last
     return f"{head[0][6:-1]}:{head[1][5:]} {head[2]}"

@@ -1,0 +1,98 @@
+"""Fused exchanges between ranks: what every graph of a compile must agree on, and their memory.
+
+Ranks may take different paths through one call (one was written to from outside and takes the
+plain path, the others replay): so the plain graph exchanges what the rewritten one does, by the
+same ops in the same order. Workspaces are allocated once, by all ranks, before code is generated
+or captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rtc.errors import RtcError, UnsupportedError
+from rtc.kernels import linear_all_reduce as _kernel
+from rtc.passes import fp8_linear, fuse_linear_all_reduce
+from rtc.passes.analysis.collectives import issued
+
+
+class ExchangeError(RtcError):
+    """A rank waited in vain for another's part of a fused sum; results since then are NaN."""
+
+
+def fused(gm: fx.GraphModule) -> bool:
+    return bool(fuse_linear_all_reduce.shapes(gm.graph))
+
+
+def alike(others: Sequence[fx.GraphModule | None], rewritten: fx.GraphModule) -> None:
+    """Fuse in the other graphs of a compile what was fused in ``rewritten``.
+
+    Raises UnsupportedError where that is not possible.
+    """
+    if not fused(rewritten):
+        return
+    for gm in others:
+        if gm is None:
+            continue
+        fp8_linear.rewrite(gm.graph)
+        fuse_linear_all_reduce.fuse(gm.graph, steady=True)
+        gm.recompile()
+        if issued(gm.graph) != issued(rewritten.graph):
+            raise UnsupportedError(
+                "the plain path of this model would exchange other data between ranks than the "
+                "compiled one: compile with Options(passes={'fuse_linear_all_reduce': False})"
+            )
+
+
+def prepare(gm: fx.GraphModule) -> list[str]:
+    """Allocate what a graph's fused ops need on a GPU; notes for the report. A collective."""
+    notes = []
+    for s in fuse_linear_all_reduce.shapes(gm.graph):
+        if not any(n.meta["val"].is_cuda for n in gm.graph.nodes if n.target is _FUSED):
+            notes.append("fuse_linear_all_reduce: on a CPU parts are gathered and added")
+            continue
+        held = _kernel.reserved()
+        try:
+            with _disable_current_modes():  # tracing is going on around us
+                _kernel.prepare(s.group, s.m, s.n, s.dtype)
+        except (ValueError, RuntimeError) as e:
+            line = str(e).strip().splitlines()[0]
+            notes.append(f"[{s.m}, {s.n}] keeps the group's all-reduce: {line}")
+            continue
+        size = _kernel.reserved()
+        notes.append(
+            f"[{s.m}, {s.n}]: a workspace of {(size - held) / 1e6:.0f} MB that the ranks of its "
+            f"group write to, {size / 1e6:.0f} MB in all"
+        )
+    return notes
+
+
+_FUSED = torch.ops.rtc.linear_all_reduce.default
+
+
+class Alarm:
+    """Tells, some calls later, that a rank waited in vain: no call waits for the device for it."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.shapes = fuse_linear_all_reduce.shapes(gm.graph)
+        self._seen: list[torch.Tensor] = []
+
+    def look(self) -> None:
+        """Raise ExchangeError if an earlier look's copy has arrived and says so; look again."""
+        words = _kernel.error_words([(s.group, s.m, s.n, s.dtype) for s in self.shapes])
+        if not words:
+            return
+        if not self._seen:
+            self._seen = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in words]
+        if any(int(s[0]) for s in self._seen):
+            raise ExchangeError(
+                "a rank waited in vain for another's part of a sum, and the results since then are "
+                "NaN. Did every rank make the same calls in the same order, and are all alive? "
+                "Start the session again on all ranks."
+            )
+        for seen, word in zip(self._seen, words, strict=True):
+            seen.copy_(word, non_blocking=True)

@@ -1,0 +1,145 @@
+"""Row-parallel FP8 linears and their all-reduce as one op, over Gloo: what eager gives on 2 and 3
+ranks, with the pass on and off, on the plain path as well, and mixed."""
+
+# mypy: no-check-untyped-defs, allow-untyped-defs
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+
+import rtc
+from rtc.passes.analysis.layout import Fallback
+from rtc.runtime.prepare import CohortRuntime
+
+from .conftest import run_ranks
+
+DIM, NEW, SLOTS, LAYERS = 48, 4, 16, 2
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Parallel(nn.Module):
+    """x @ w.T, K cut over the ranks, w in FP8; summed in bfloat16."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        whole = torch.randn(outputs, inputs * world)
+        part = whole[:, rank * inputs : (rank + 1) * inputs].contiguous()
+        self.register_buffer("weight", (part * 4).to(FP8))
+        self.register_buffer("scale", torch.tensor(0.02))
+        self.group = dist.group.WORLD
+
+    def forward(self, x):
+        x8 = (x.flatten(0, -2) * 16).clamp(-448, 448).to(FP8)
+        one = torch.full((), 1 / 16)
+        y = torch._scaled_mm(
+            x8, self.weight.t(), one, self.scale, out_dtype=BF16, use_fast_accum=True
+        )
+        return collectives.all_reduce(y.unflatten(0, x.shape[:-1]), "sum", self.group)
+
+
+class Stream(nn.Module):
+    """A window of keys that moves along, attention over it, and a row-parallel projection."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)  # the same on all ranks; replicated but for the linears
+        self.qk = nn.ModuleList(nn.Linear(DIM, 2 * DIM, bias=False) for _ in range(LAYERS))
+        self.out = nn.ModuleList(Parallel(DIM, DIM) for _ in range(LAYERS))
+        for i in range(LAYERS):
+            self.register_buffer(f"keys{i}", torch.zeros(1, 1, SLOTS, DIM))
+        self.requires_grad_(False)
+
+    def forward(self, x, step: int):
+        angle = (torch.arange(SLOTS) + step)[:, None] * 0.1 ** torch.arange(1.0, DIM // 2 + 1)
+        cos, sin = angle.cos(), angle.sin()
+
+        def turn(y, n):
+            a, b = y.chunk(2, -1)
+            c, s = cos[-n:], sin[-n:]
+            return torch.cat([a * c - b * s, a * s + b * c], -1)
+
+        for i in range(LAYERS):
+            keys = getattr(self, f"keys{i}")
+            q, k = self.qk[i](F.layer_norm(x, (DIM,))).chunk(2, -1)
+            keys.copy_(torch.cat([keys[:, :, NEW:], k[:, None]], 2))
+            y = F.scaled_dot_product_attention(turn(q[:, None], NEW), turn(keys, SLOTS), keys)
+            x = x + self.out[i](y[:, 0]).float()
+        return x
+
+
+def noise(step):
+    return torch.randn(1, NEW, DIM, generator=torch.Generator().manual_seed(step))
+
+
+@contextlib.contextmanager
+def plainly(wanted):
+    """Calls take the plain path."""
+    prepare = CohortRuntime.prepare
+
+    def refuse(*args):
+        raise Fallback("for this test")
+
+    try:
+        if wanted:
+            CohortRuntime.prepare = refuse
+        yield
+    finally:
+        CohortRuntime.prepare = prepare
+
+
+def chain(options, touch=()):
+    """(distance from eager, counts, of the sum and of the product, notes), on each rank.
+
+    ``touch``: steps that rank 0, and it alone, takes the plain path for.
+    """
+    options = rtc.Options(lowering="eager", kernels="on", **options)
+    eager, model = Stream(), Stream()
+    compiled, far = rtc.compile(model, options=options), 0.0
+    with torch.no_grad():
+        for step in range(12):
+            with plainly(step in touch and dist.get_rank() == 0):
+                got = compiled(noise(step), step)
+            want = eager(noise(step), step)
+            far = max(far, float((got - want).norm() / want.norm()))
+            mine = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+            dist.all_gather(mine, got)
+            assert all(torch.equal(m, got) for m in mine), "ranks differ"
+    report = compiled.report().to_dict()
+    counts = {p["name"]: (p["matched"], p["applied"]) for p in report["graphs"][0]["passes"]}
+    notes = report["graphs"][0]["notes"]
+    assert report["runtime"]["plain_calls"] == (len(touch) if dist.get_rank() == 0 else 0)
+    compiled.close()
+    return far, counts["fuse_linear_all_reduce"], counts["fp8_linear"], notes
+
+
+# keys and values share a cache and nothing quantizes it: only the sum's roundings differ
+CLOSE = 2.0**-7
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fused_sums_give_what_eager_gives(world):
+    for far, fused, linear, notes in run_ranks(chain, world, {}):
+        assert far < CLOSE
+        assert fused == (LAYERS, LAYERS)
+        assert linear == (LAYERS, LAYERS)
+        assert any("gathered and added" in n for n in notes)
+
+
+def test_a_rank_that_goes_another_way_still_meets_the_others():
+    for far, fused, _, _ in run_ranks(chain, 2, {}, touch=(4, 7)):
+        assert far < CLOSE
+        assert fused == (LAYERS, LAYERS)
+
+
+def test_off_is_a_matter_of_options():
+    off = {"passes": {"fuse_linear_all_reduce": False}}
+    for far, fused, linear, _ in run_ranks(chain, 2, off):
+        assert far < CLOSE
+        assert fused == (0, 0)
+        assert linear == (LAYERS, LAYERS)
