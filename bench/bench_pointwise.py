@@ -126,21 +126,26 @@ def swiglu_case(kind: str, tp: int, sweep: bool) -> Case:
     )
 
 
-def pre_attention_case(rope: str, raw: bool, tp: int, sweep: bool) -> Case:
+def pre_attention_case(
+    rope: str, raw: bool, tp: int, sweep: bool, key_heads: int | None = None
+) -> Case:
+    """``key_heads`` 1: queries almost alone; the difference is what the caches cost."""
     mod = pre_attention
     H = HEADS // tp
+    G = key_heads or H
 
     def make() -> Any:
         wide = randn(1, M, 11 * H * D)  # as linear1 leaves it
         q, k, v = (x.unflatten(-1, (H, D)) for x in wide[..., : 3 * H * D].chunk(3, -1))
+        k, v = k[:, :, :G], v[:, :, :G]
         angle = torch.rand(M, D, device="cuda") * 6
         tables = [angle.cos(), angle.sin()] * 2
-        scales = [torch.rand(H, device="cuda") + 50 for _ in range(3)]
+        scales = [torch.rand(n, device="cuda") + 50 for n in (H, G, G)]
         slots = torch.arange(1246, 1246 + M, device="cuda")
-        caches = [fp8(1, SLOTS, H, D), fp8(1, SLOTS, H, D)]
+        caches = [fp8(1, SLOTS, G, D), fp8(1, SLOTS, G, D)]
         for cache in caches:
             cache.view(torch.uint8).zero_()
-        raws = [randn(1, SLOTS, H, D), randn(1, SLOTS, H, D)] if raw else [None, None]
+        raws = [randn(1, SLOTS, G, D), randn(1, SLOTS, G, D)] if raw else [None, None]
         weights = [1 + 0.1 * randn(D), 1 + 0.1 * randn(D)]
         count = torch.zeros(1, dtype=torch.int64, device="cuda")
         args = (q, k, v, *weights, *tables, *scales, slots, *caches, *raws, count, rope, 1e-6)
@@ -163,15 +168,16 @@ def pre_attention_case(rope: str, raw: bool, tp: int, sweep: bool) -> Case:
     if sweep:
         configs += [(64, 4), (16, 2), (32, 8), (8, 2), (4, 1), (64, 16)]
     return Case(
-        name=f"pre_attention {rope}{', raw caches' if raw else ''}",
-        bytes=M * H * D * (3 * 2 + 3 + (4 if raw else 0)) + 4 * M * D * 4,
+        name=f"pre_attention {rope}{', raw caches' if raw else ''}"
+        + (f", {G} key head" if key_heads else ""),
+        bytes=M * D * (3 * H + G * (6 + (4 if raw else 0))) + 4 * M * D * 4,
         make=make,
         reference=reference,
         ours={
             f"{h} heads, {w} warps": functools.partial(ours, mod.Config(h, w)) for h, w in configs
         },
         values=values,
-        compiled=rope == "half" and not raw,
+        compiled=rope == "half" and not raw and key_heads is None,
     )
 
 
@@ -303,6 +309,7 @@ def main() -> None:
         lambda: swiglu_case("rows", args.tp, args.sweep),
         lambda: pre_attention_case("half", False, args.tp, args.sweep),
         lambda: pre_attention_case("half", True, args.tp, args.sweep),
+        lambda: pre_attention_case("half", True, args.tp, args.sweep, 1),
         lambda: pre_attention_case("interleaved", False, args.tp, args.sweep),
     ]
     try:

@@ -58,9 +58,11 @@ def compiles() -> list[str]:
 def full_step() -> list[str]:
     """Rows of the sustained step of the full model, the latest run on each machine."""
     out = []
-    for r in latest([r for r in rows("step.jsonl") if r["preset"] == "57b"], "machine"):
+    for r in latest([r for r in rows("step.jsonl") if r["preset"] == "57b"], "machine", "world"):
+        count = {1: "one", 2: "two"}.get(r.get("world", 1), r.get("world"))
         out += [
-            f"57b on one {r['machine']}, torch {r['torch']}, {r['steps']} steps:",
+            *([""] if out else []),
+            f"57b on {count} {r['machine']}, torch {r['torch']}, {r['steps']} steps:",
             "",
             "| | step | error | reset step | of FP8 peak | power | SM clock | peak memory |",
             "|---|---|---|---|---|---|---|---|",
@@ -74,6 +76,30 @@ def full_step() -> list[str]:
                 f"{_of(power.get('power_w'), '{:.0f} W')} | "
                 f"{_of(power.get('sm_mhz'), '{:.0f} MHz')} | {s['memory']['peak'] / 1e9:.0f} GB |"
             )
+    return out
+
+
+def sums() -> list[str]:
+    """The fused linear + all-reduce beside its parts, the best of each kind."""
+    found = [r for r in rows("linear_all_reduce.jsonl") if "median_us" in r]
+    if not found:
+        return []
+    found = latest(found, "name", "world")
+    head = found[-1]
+    out = [
+        f"| FP8 linear + all-reduce, [{head['M']}, {head['K']}] x {head['N']}, {head['world']} "
+        f"{head['machine']} | us | of the all-reduce hidden |",
+        "|---|---|---|",
+    ]
+    best: dict[str, dict[str, Any]] = {}
+    for r in sorted(found, key=lambda r: r["median_us"]):
+        design = (r.get("config") or {}).get("design", "")
+        if r["kind"] != "fused" and design:
+            continue  # a fused kernel without a peer
+        best.setdefault(design or r["name"], r)
+    for kind, r in best.items():
+        label = f"fused, {kind.lower()} ({r['name']})" if r["kind"] == "fused" else r["name"]
+        out.append(f"| {label} | {r['median_us']:.0f} | {_of(r.get('hidden'), '{:.0%}')} |")
     return out
 
 
@@ -164,7 +190,7 @@ def main() -> None:
     text = readme.read_text()
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
-    parts = [full_step(), waterfall(), numerics(), kernels(), steps(), compiles()]
+    parts = [full_step(), sums(), waterfall(), numerics(), kernels(), steps(), compiles()]
     body = "\n".join(["", *(line for part in parts if part for line in (*part, ""))])
     readme.write_text(f"{head}{BEGIN}{body}{END}{tail}")
     picture()

@@ -20,7 +20,9 @@ per shape.
 Designs, chosen by ``TABLE`` or ``prepare``'s config: ``Movers`` (linear_all_reduce_movers.py: one
 kernel), ``Copies`` (linear_all_reduce_copies.py: cuBLAS and copy engines; with ``raw``, parts are
 rounded before their scales, not after) and ``Specialized`` (linear_all_reduce_gluon.py: one kernel
-of specialized warps, in Gluon). No multicast is used.
+of specialized warps, in Gluon). None of these uses multicast. ``InSwitch``
+(linear_all_reduce_nvls.py) does: it is taken only where ``prepare`` is given one that consents, and
+has not run.
 
 Source: own.
 """
@@ -39,9 +41,11 @@ except ImportError:  # the CPU builds of torch come without it
 from rtc.kernels import linear_all_reduce_copies as copies
 from rtc.kernels import linear_all_reduce_gluon as specialized
 from rtc.kernels import linear_all_reduce_movers as movers
+from rtc.kernels import linear_all_reduce_nvls as nvls
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
+from rtc.kernels.linear_all_reduce_nvls import InSwitch
 from rtc.kernels.linear_all_reduce_space import ERROR, Layout, Space
 from rtc.kernels.linear_fp8 import check as check_linear
 from rtc.kernels.linear_fp8 import linear_fp8
@@ -50,6 +54,7 @@ from rtc.kernels.linear_fp8_triton import rows_aligned
 __all__ = [
     "TABLE",
     "Copies",
+    "InSwitch",
     "Movers",
     "Specialized",
     "check",
@@ -61,11 +66,13 @@ __all__ = [
     "reserved",
 ]
 
-Config = Movers | Copies | Specialized
+Config = Movers | Copies | Specialized | InSwitch
 Key = tuple[str, int, int, torch.dtype]
 
-# (major compute capability, M, N, world) -> design; to be filled by bench_linear_all_reduce.py.
-TABLE: dict[tuple[int, int, int, int], Config] = {}
+# (major compute capability, M, N, world) -> design; medians on two H200.
+TABLE: dict[tuple[int, int, int, int], Config] = {
+    (9, 757, 7680, 2): Movers(stages=5, split=1),  # 203 us; Specialized 205, cuBLAS + NCCL 257
+}
 
 _SPACES: dict[Key, Space] = {}
 
@@ -125,8 +132,15 @@ def prepare(
         raise ValueError(f"linear_all_reduce: ranks disagree on the workspace: {said}")
     if refused:
         raise ValueError(f"linear_all_reduce: {refused}")
-    layout = Layout(world, m, n, config.marks(m, n), dtype)
-    _SPACES[group, m, n, dtype] = Space.allocate(pg, layout, config, device)
+    kind = nvls.Pair if isinstance(config, InSwitch) else Layout
+    layout = kind(world, m, n, config.marks(m, n), dtype)
+    space = Space.allocate(pg, layout, config, device)
+    if isinstance(config, InSwitch):
+        why: list[Any] = [None] * world
+        dist.all_gather_object(why, nvls.supported(space.handle, config, properties), group=pg)
+        if any(why):
+            raise ValueError(f"linear_all_reduce: {next(w for w in why if w)}")
+    _SPACES[group, m, n, dtype] = space
     return layout.bytes
 
 
@@ -143,8 +157,9 @@ def _refusal(
         count = config.programs + config.movers
         if count > properties.multi_processor_count:
             return f"{count} CTAs do not run at once on {properties.multi_processor_count} SMs"
-    elif isinstance(config, Specialized):
-        why = specialized.refusal(config, world, properties)
+    elif isinstance(config, (Specialized, InSwitch)):
+        room = specialized if isinstance(config, Specialized) else nvls
+        why = room.refusal(config, world, properties)
         if why:
             return why
     elif dtype != torch.bfloat16:
@@ -238,6 +253,8 @@ def run(
         return movers.launch(space, x, w, x_scale, w_scale)
     if isinstance(space.config, Specialized):
         return specialized.launch(space, x, w, x_scale, w_scale)
+    if isinstance(space.config, InSwitch):
+        return nvls.launch(space, x, w, x_scale, w_scale)
     return copies.launch(space, x, w, x_scale, w_scale)
 
 

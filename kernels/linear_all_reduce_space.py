@@ -22,6 +22,7 @@ Use one stream at a time for one workspace, and the same order of calls on all r
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ __all__ = ["LIMIT", "Layout", "Space"]
 
 CONTROL = 64
 EPOCH, DONE, ERROR, USES = 0, 1, 2, 4
-LIMIT = 1 << 23  # polls of about a microsecond each: ranks may be seconds apart
+LIMIT = 1 << 26  # polls of about a microsecond each: in first calls ranks are many seconds apart
 PAD = 256  # rows and columns of a part are whole multiples: the largest tile
 
 
@@ -115,6 +116,8 @@ class Space:
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
+        if not getattr(config, "multicast", False):  # torch would set it up for every buffer
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         with torch.cuda.device(device):
             buffer = symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
             # Before the exchange: a peer's first flag must not be zeroed away.

@@ -6,15 +6,17 @@
     k8[:, slots]    = fp8(clamp(rope(k, k_cos, k_sin) * k_inv_scale[g]))
     v8[:, slots]    = fp8(clamp(v * v_inv_scale[g]))            clamp: to +-448
     saturated      += values of q, k and v that lay beyond +-448 before the clamp
+    turned: k_raw holds rope(k), rounded to k's dtype, and k8 is made of that
     rope(x, cos, sin) = x * cos + rot(x) * sin
         "half":        pairs (i, i + D/2), rot = cat(-high, low)
         "interleaved": pairs (2i, 2i + 1), rot = (-odd, even)
         "none":        rope(x) = x, tables are not read
 
 Shapes: q, q8 [B, T, H, D]; k, v [B, T, G, D]; k8, v8, k_raw, v_raw [B, S, G, D]; weights [D];
-tables [T, D]; q_inv_scale [H], k_inv_scale, v_inv_scale [G] (numel is what counts); slots [T];
-saturated [1]. D even. eps < 0: no norm (and no weights). Dtypes: q, k, v bf16, f16 or f32; k_raw as
-k, v_raw as v; tables and inverse scales f32; q8, k8, v8 float8_e4m3fn; slots, saturated int64.
+tables [T, D]; q_inv_scale [H], k_inv_scale, v_inv_scale [G] (numel is what counts), or all three a
+batch too, [B, H] and [B, G]; slots [T]; saturated [1]. D even. eps < 0: no norm (and no weights).
+Dtypes: q, k, v bf16, f16 or f32; k_raw as k, v_raw as v; tables and inverse scales f32; q8, k8, v8
+float8_e4m3fn; slots, saturated int64.
 Arithmetic is f32. slots must lie in [0, S), each once; they stay on the device (the position of a
 ring cache), so that one CUDA graph serves every step.
 
@@ -75,17 +77,26 @@ def reference(
     q_inv_scale: torch.Tensor, k_inv_scale: torch.Tensor, v_inv_scale: torch.Tensor,
     slots: torch.Tensor, k8: torch.Tensor, v8: torch.Tensor,
     k_raw: torch.Tensor | None, v_raw: torch.Tensor | None, saturated: torch.Tensor,
-    rope: str, eps: float,
+    rope: str, eps: float, turned: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Plain torch: writes the caches and returns q8."""
     q, k = _norm(q, q_weight, eps), _norm(k, k_weight, eps)
+    scales = [
+        x.view(len(q) if x.numel() != heads else 1, 1, heads, 1)  # a batch, or for all
+        for x, heads in (
+            (q_inv_scale, q.shape[2]),
+            *((x, k.shape[2]) for x in (k_inv_scale, v_inv_scale)),
+        )
+    ]
+    if turned:
+        k = _rope(k.float(), k_cos, k_sin, rope).to(k.dtype)
     if k_raw is not None:
         k_raw[:, slots] = k
     if v_raw is not None:
         v_raw[:, slots] = v
-    q_rot = _rope(q.float(), q_cos, q_sin, rope) * q_inv_scale.view(-1, 1)
-    k_rot = _rope(k.float(), k_cos, k_sin, rope) * k_inv_scale.view(-1, 1)
-    v_new = v.float() * v_inv_scale.view(-1, 1)
+    q_rot = _rope(q.float(), q_cos, q_sin, rope) * scales[0]
+    k_rot = _rope(k.float(), k_cos, k_sin, "none" if turned else rope) * scales[1]
+    v_new = v.float() * scales[2]
     saturated += (q_rot.abs() > FP8_MAX).sum()
     for cache, new in ((k8, k_rot), (v8, v_new)):
         saturated += (new.abs() > FP8_MAX).sum()
@@ -156,6 +167,13 @@ def _normed(lo, hi, weight_ptr, h, eps, D: tl.constexpr, PAIRS: tl.constexpr, MI
 
 
 @_jit
+def _turned(lo, hi, cos_ptr, sin_ptr, h, D: tl.constexpr, PAIRS: tl.constexpr, MIX: tl.constexpr):
+    c_lo, c_hi = _pair(cos_ptr, h, D, PAIRS, MIX)
+    s_lo, s_hi = _pair(sin_ptr, h, D, PAIRS, MIX)
+    return lo * c_lo - hi * s_lo, hi * c_hi + lo * s_hi
+
+
+@_jit
 def _scaled(
     lo, hi, cos_ptr, sin_ptr, scale_ptr, h, HEADS, D: tl.constexpr, PAIRS: tl.constexpr,
     ROPE: tl.constexpr, MIX: tl.constexpr,
@@ -163,9 +181,7 @@ def _scaled(
     """Rotated, scaled, clamped; and how many values the clamp changed."""
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     if ROPE:
-        c_lo, c_hi = _pair(cos_ptr, h, D, PAIRS, MIX)
-        s_lo, s_hi = _pair(sin_ptr, h, D, PAIRS, MIX)
-        lo, hi = lo * c_lo - hi * s_lo, hi * c_hi + lo * s_hi
+        lo, hi = _turned(lo, hi, cos_ptr, sin_ptr, h, D, PAIRS, MIX)
     scale = tl.load(scale_ptr + h, mask=h < HEADS, other=0.0)[:, None]
     lo, hi = lo * scale, hi * scale
     over = (tl.abs(lo) > 448.0).to(tl.int32) + (tl.abs(hi) > 448.0).to(tl.int32)
@@ -183,7 +199,8 @@ def _kernel(
     k8_b, k8_s, k8_h, v8_b, v8_s, v8_h, v8_d, kr_b, kr_s, kr_h, vr_b, vr_s, vr_h,
     T, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, MIX: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, MIX: tl.constexpr, TURNED: tl.constexpr,
+    K_ROPE: tl.constexpr, BATCH: tl.constexpr,
 ):
     # Programs of one token are neighbours: a few heads of q, then of k, then of v.
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -192,6 +209,10 @@ def _kernel(
     token = tl.program_id(0) // (Q_BLOCKS + 2 * K_BLOCKS)
     b = (token // T).to(tl.int64)
     t = (token % T).to(tl.int64)
+    if BATCH:  # scales a batch
+        q_scale += b * H
+        k_scale += b * G
+        v_scale += b * G
     if block < Q_BLOCKS:
         h = block * HEADS + tl.arange(0, HEADS)
         lo, hi = _load(q_ptr + b * q_b + t * q_t, h, q_h, H, D, PAIRS, MIX)
@@ -207,10 +228,14 @@ def _kernel(
         lo, hi = _load(k_ptr + b * k_b + t * k_t, h, k_h, G, D, PAIRS, MIX)
         if NORM:
             lo, hi = _normed(lo, hi, k_weight, h, eps, D, PAIRS, MIX)
+        if TURNED:
+            x, y = _turned(lo.to(tl.float32), hi.to(tl.float32), k_cos + t * D, k_sin + t * D, h, D,
+                           PAIRS, MIX)
+            lo, hi = x.to(lo.dtype), y.to(lo.dtype)
         if k_raw_ptr is not None:
             _store(k_raw_ptr + b * kr_b + s * kr_s, lo, hi, h, kr_h, 1, G, D, PAIRS, MIX)
         lo, hi, over = _scaled(lo, hi, k_cos + t * D, k_sin + t * D, k_scale, h, G, D, PAIRS,
-                               ROPE, MIX)
+                               K_ROPE, MIX)
         _store(k8_ptr + b * k8_b + s * k8_s, lo, hi, h, k8_h, 1, G, D, PAIRS, MIX)
         tl.atomic_add(saturated, over.to(tl.int64), mask=over > 0, sem="relaxed")
     else:
@@ -251,7 +276,9 @@ def default_config(H: int, G: int, D: int) -> Config:
     return Config(heads, min(max(warps, 1), 8))
 
 
-def launch(args: tuple[Any, ...], q8: torch.Tensor, config: Config | None = None) -> None:
+def launch(
+    args: tuple[Any, ...], q8: torch.Tensor, config: Config | None = None, turned: bool = False
+) -> None:
     """Run the kernel into q8 [B, T, H, D], contiguous, and the caches; args as pre_attention's."""
     q, k, v, *tables, slots, k8, v8, k_raw, v_raw, saturated, rope, eps = args
     B, T, H, D = q.shape
@@ -285,6 +312,9 @@ def launch(args: tuple[Any, ...], q8: torch.Tensor, config: Config | None = None
             NORM=eps >= 0,
             ROPE=rope != "none",
             MIX=rope == "interleaved",
+            TURNED=turned and rope != "none",
+            K_ROPE=rope != "none" and not turned,
+            BATCH=tables[6].numel() != H,
             num_warps=config.warps,
         )
     if INTERPRET:
@@ -301,7 +331,7 @@ def _has_kernel(x: torch.Tensor) -> bool:
 
 def _check(q, k, v, *args):
     weights, tables, scales = args[:2], args[2:6], args[6:9]
-    slots, k8, v8, k_raw, v_raw, saturated, rope, eps = args[9:]
+    slots, k8, v8, k_raw, v_raw, saturated, rope, eps = args[9:17]
     if q.dim() != 4 or k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(f"q {_show(q)} and k {_show(k)} must be [B, T, H, D] and [B, T, G, D]")
     B, T, H, D = q.shape
@@ -325,7 +355,8 @@ def _check(q, k, v, *args):
     if v.shape != k.shape:
         raise ValueError(f"v {_show(v)} must be as k {_show(k)}")
     vectors: list[tuple[Any, int, Any]] = [(w, D, None) for w in weights if w is not None]
-    vectors += [(x, n, torch.float32) for x, n in zip(scales, (H, G, G), strict=True)]
+    each = B if scales[0].numel() != H else 1  # scales a batch
+    vectors += [(x, each * n, torch.float32) for x, n in zip(scales, (H, G, G), strict=True)]
     vectors += [(x, T * D, torch.float32) for x in tables if rope != "none"]
     vectors += [(slots, T, torch.int64), (saturated, 1, torch.int64)]
     for x, n, dtype in vectors:
@@ -347,16 +378,16 @@ def pre_attention(
     q_inv_scale: torch.Tensor, k_inv_scale: torch.Tensor, v_inv_scale: torch.Tensor,
     slots: torch.Tensor, k8: torch.Tensor, v8: torch.Tensor,
     k_raw: torch.Tensor | None, v_raw: torch.Tensor | None, saturated: torch.Tensor,
-    rope: str, eps: float,
+    rope: str, eps: float, turned: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """q8, and the caches and the count written in place; see the head of this file."""
     args = (q, k, v, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, q_inv_scale, k_inv_scale,
             v_inv_scale, slots, k8, v8, k_raw, v_raw, saturated, rope, eps)  # fmt: skip
     _check(*args)
     if not _has_kernel(q):
-        return reference(*args)
+        return reference(*args, turned)
     q8 = q.new_empty(q.shape, dtype=FP8)
-    launch(args, q8)
+    launch(args, q8, turned=turned)
     return q8
 
 

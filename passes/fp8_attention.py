@@ -9,14 +9,16 @@ After:
     o: bf16[B, H, T, E] = attention_fp8(q8, k8', v8', q_s, k_s', v_s')   # primes: layout only
 
 Refuses: masks, causal attention and negative softmax scales; scales that differ within a head;
-reshapes that mix axes; keys or values that are not float8_e4m3fn (one of them alone does not do).
+reshapes that break up batches or heads; heads repeated after FP8; keys or values that are not
+float8_e4m3fn (one of them alone does not do).
 Numerics: changes (queries and probabilities are rounded to FP8 too).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from rtc.passes.analysis.fp8 import CASTS, FP8, SAME, WIDE, unfit
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
 from rtc.passes.plan import Refusal
+from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 
@@ -35,6 +38,9 @@ _TOP = 448.0
 _SMALLEST = 1e-12  # a head of zeros must not divide by zero
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_UNITS = (
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
 
 
 # the calibrated maximum, how many queries lay beyond it, the attention's name
@@ -42,26 +48,37 @@ _Count = tuple[fx.Node, fx.Node, str]
 
 
 @dataclass
+class _Factor:
+    """A scale where it enters; ``axes``: of batches and of heads there (None: there is but one)."""
+
+    value: Any
+    axes: tuple[int | None, int | None]
+    rank: int
+    divides: bool
+
+
+@dataclass
 class _Stored:
-    """An FP8 tensor behind an operand; axis i of the operand is its axis ``axes[i]``."""
+    """An FP8 tensor behind an operand; ``layout``: the way back up, permutations and shapes."""
 
     node: fx.Node
-    axes: list[int]
-    # factors, and the mapping of axes where each of them enters; True: divided by
-    factors: list[tuple[Any, list[int], bool]] = field(default_factory=list)
+    layout: list[tuple[str, list[int]]]
+    factors: list[_Factor]
 
 
 def _stored(operand: fx.Node) -> _Stored | Refusal:
-    """Follow casts, scales and transpositions down to FP8."""
-    rank = len(val(operand).shape)
-    if rank != 4:
+    """Follow casts, scales and layout down to FP8."""
+    if len(val(operand).shape) != 4:
         return Refusal.at("keys and values of four axes only", operand)
-    at, axes = operand, list(range(rank))
-    factors: list[tuple[Any, list[int], bool]] = []
+    at = operand
+    axes: tuple[int | None, ...] = tuple(i if val(operand).shape[i] > 1 else None for i in (0, 1))
+    layout: list[tuple[str, list[int]]] = []
+    factors: list[_Factor] = []
     while val(at).dtype != FP8:
         if at.op != "call_function" or val(at).dtype not in WIDE:
             return Refusal.at(f"it reads {val(at).dtype}, not float8_e4m3fn", operand)
-        perm = permutation(at.target, at.args, rank)
+        shape = list(val(at).shape)
+        perm = permutation(at.target, at.args, len(shape))
         below = at.args[0]
         if at.target in (aten.mul.Tensor, aten.div.Tensor):
             a, b = at.args
@@ -69,55 +86,81 @@ def _stored(operand: fx.Node) -> _Stored | Refusal:
                 a, b = b, a
             if not _full(a, at):
                 return Refusal.at("a product of two broadcast values", at)
-            if isinstance(b, fx.Node) and not _per_head(b, axes):
+            if isinstance(b, fx.Node) and not _per_head(b, axes, len(shape)):
                 return Refusal.at("a scale that differs within a head", at)
-            factors.append((b, list(axes), at.target is aten.div.Tensor))
+            factors.append(_Factor(b, (axes[0], axes[1]), len(shape), at.target is aten.div.Tensor))
             below = a
         elif perm is not None:
-            axes = [perm[i] for i in axes]
-        elif at.target in _RESHAPES or at.target is aten.expand.default:
-            if val(below).shape != val(at).shape:  # type: ignore[arg-type]
-                return Refusal.at("a reshape between the stored values and the attention", at)
+            axes = tuple(None if i is None else perm[i] for i in axes)
+            layout.append(("permute", perm))
+        elif at.target in _RESHAPES or at.target in (aten.expand.default, *_UNITS):
+            source = list(val(below).shape)  # type: ignore[arg-type]
+            if math.prod(source) != math.prod(shape):
+                return Refusal.at("heads are repeated between FP8 and the attention", at)
+            found = [None if i is None else _same_axis(shape, i, source) for i in axes]
+            if any(i is not None and k is None for i, k in zip(axes, found, strict=True)):
+                return Refusal.at("a reshape that breaks up batches or heads", at)
+            axes = tuple(found)
+            if source != shape:
+                layout.append(("reshape", shape))
         elif at.target not in (*CASTS, *SAME):
             return Refusal.at(f"it reads {val(at).dtype}, not float8_e4m3fn", operand)
         assert isinstance(below, fx.Node)
         at = below
-    return _Stored(at, axes, factors)
+    return _Stored(at, layout[::-1], factors)
+
+
+def _same_axis(shape: list[int], axis: int, source: list[int]) -> int | None:
+    """The axis of ``source`` that a reshape to ``shape`` leaves as ``axis``, whole."""
+    before = math.prod(shape[:axis])
+    for i, n in enumerate(source):
+        if n == shape[axis] and math.prod(source[:i]) == before:
+            return i
+    return None
 
 
 def _full(x: Any, out: fx.Node) -> bool:
     return isinstance(x, fx.Node) and val(x).shape == val(out).shape
 
 
-def _per_head(scale: fx.Node, axes: list[int]) -> bool:
+def _per_head(scale: fx.Node, axes: tuple[int | None, ...], rank: int) -> bool:
     v = scale.meta["val"]
     if not isinstance(v, torch.Tensor):
         return False
-    lead = 4 - v.dim()
-    return all(s == 1 or axes.index(d + lead) in (0, 1) for d, s in enumerate(v.shape))
+    return all(s == 1 or d + rank - v.dim() in axes for d, s in enumerate(v.shape))
 
 
 def _scale(emit: Emitter, found: _Stored, batch: int, heads: int, like: fx.Node) -> fx.Node:
     """The product of all factors as f32 [batch, heads]."""
     device = val(like).device
     total: Any = emit(aten.full.default, [batch, heads], 1.0, dtype=torch.float32, device=device)
-    for factor, axes, divides in found.factors:
-        x = factor
+    for f in found.factors:
+        x = f.value
         if isinstance(x, fx.Node):
             v = val(x)
             if v.dtype != torch.float32:
                 x = emit(aten._to_copy.default, x, dtype=torch.float32)
-            x = emit(aten.reshape.default, x, [1] * (4 - v.dim()) + list(v.shape))
-            x = emit(aten.permute.default, x, list(axes))
-            x = emit(aten.reshape.default, x, list(val(x).shape[:2]))
-        total = emit(aten.div.Tensor if divides else aten.mul.Tensor, total, x)
+            shape = [1] * (f.rank - v.dim()) + list(v.shape)
+            b, h = (1 if i is None else shape[i] for i in f.axes)
+            if b > 1 and h > 1 and f.axes[0] > f.axes[1]:  # type: ignore[operator]
+                x = emit(aten.t.default, emit(aten.reshape.default, x, [h, b]))
+            else:
+                x = emit(aten.reshape.default, x, [b, h])
+        total = emit(aten.div.Tensor if f.divides else aten.mul.Tensor, total, x)
     return total
 
 
 def _laid_out(emit: Emitter, found: _Stored) -> fx.Node:
-    if found.axes == [0, 1, 2, 3]:
-        return found.node
-    return emit(aten.permute.default, found.node, found.axes)
+    x, pending = found.node, list(range(val(found.node).dim()))
+    for kind, arg in [*found.layout, ("end", [])]:
+        if kind == "permute":
+            pending = [pending[i] for i in arg]
+            continue
+        if pending != sorted(pending):
+            x = emit(aten.permute.default, x, pending)
+        if kind == "reshape":
+            x, pending = emit(aten.reshape.default, x, arg), list(range(len(arg)))
+    return x
 
 
 def _refused(node: fx.Node) -> Refusal | None:
@@ -143,13 +186,8 @@ def run(ctx: Context) -> Outcome:
         counts += _replace(graph, node, known, *found)  # type: ignore[arg-type]
         out.applied += 1
     _store_counts(ctx, counts)
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or _writes(n))
+    dead_code(graph)
     return out
-
-
-def _writes(n: fx.Node) -> bool:
-    t = n.target
-    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
 
 
 def _replace(

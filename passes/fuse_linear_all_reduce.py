@@ -7,13 +7,15 @@ Before:
 After:
     a: bf16[M, N] = linear_all_reduce(x8, w8, x_s, w_s, bf16, world, group)
 
-Reshapes may stand between them. The op pushes finished tiles to the other GPUs while it computes
-the next ones, through a workspace of the shape's own; a shape without one takes linear_fp8 and the
-group's all-reduce. So only shapes that come back get one: those of graphs that move a cache's
-window along. The first pass, whose length depends on the prompt, keeps the all-reduce.
+Reshapes may stand between them, and the sum may be written over y (``dist.all_reduce(y)``). The op
+pushes finished tiles to the other GPUs while it computes the next ones, through a workspace of the
+shape's own; a shape without one takes linear_fp8 and the group's all-reduce. So only shapes that
+come back get one: those of graphs that move a cache's window along. The first pass, whose length
+depends on the prompt, keeps the all-reduce.
 
-Refuses: other reductions; products with a bias (each rank would add it); a product that has other
-readers; half-precision results only; products that `fp8_linear` left alone; sizes that change.
+Refuses: other reductions; sums that nothing reads; products with a bias (each rank would add it); a
+product that has other readers; half-precision results only; products that `fp8_linear` left alone;
+sizes that change.
 Numerics: exact. Parts are rounded to the result's dtype, as before, and added in the order of
 ranks; with two ranks these are the all-reduce's own bits.
 """
@@ -76,6 +78,9 @@ def _read(node: fx.Node) -> _Pair | Refusal:
     waits = [u for u in node.users if is_wait(u)]
     if len(waits) != 1 or len(node.users) != 1:
         return Refusal.at("its result is not waited for once", node)
+    if not waits[0].users:
+        # a wait without readers stays, for the sake of the other ranks; an op would be dropped
+        return Refusal.at("nothing reads the sum", node)
     if any(not isinstance(i, int) for i in val(node).shape):
         return Refusal.at("sizes that change", node)
     op, group = (arg_by_name(node, a) for a in ("reduce_op", "group_name"))
@@ -134,6 +139,7 @@ def fuse(graph: fx.Graph, steady: bool) -> Outcome:
     the same exchanges.
     """
     out = Outcome()
+    _in_place(graph)
     shapes: dict[Shape, None] = {}
     for node in all_reduces(graph):
         out.matched += 1
@@ -155,6 +161,20 @@ def fuse(graph: fx.Graph, steady: bool) -> Outcome:
     for s in shapes:
         out.notes.append(f"[{s.m}, {s.n}] over the ranks of group {s.group!r}")
     return out
+
+
+def _in_place(graph: fx.Graph) -> None:
+    """``dist.all_reduce(y)``, which comes as a copy of the sum over all of y, becomes the sum."""
+    for node in all_reduces(graph):
+        for wait in [u for u in node.users if is_wait(u)]:
+            for copy in [u for u in wait.users if u.target is aten.copy.default]:
+                old, v = copy.args[0], val(wait)
+                if copy.args[1] is not wait or not isinstance(old, fx.Node):
+                    continue
+                like = val(old)
+                if (like.shape, like.dtype, like.stride()) == (v.shape, v.dtype, v.stride()):
+                    copy.replace_all_uses_with(wait)
+                    graph.erase_node(copy)
 
 
 def _replace(graph: fx.Graph, found: _Pair) -> None:

@@ -26,7 +26,7 @@ from torch import fx
 
 from rtc.kernels import modulate_quantize as _kernel  # registers the ops
 from rtc.passes.analysis import quantizer
-from rtc.passes.analysis.collectives import is_collective
+from rtc.passes.analysis.collectives import is_collective, issues
 from rtc.passes.analysis.fp8 import CASTS
 from rtc.passes.analysis.normed import (
     FLOATS,
@@ -138,7 +138,7 @@ def _product(rows: Rows, node: Any) -> bool:
         if isinstance(target, torch._ops.OpOverload) and target._schema.name in _PRODUCTS:
             return True
         if is_collective(node):  # parts of one, summed over ranks
-            node = node.args[0]
+            node = node.args[0] if node.args else None
             continue
         below = base(node)
         if below is not node:
@@ -256,12 +256,13 @@ def _matrix(emit: Emitter, node: fx.Node, columns: int) -> fx.Node:
 
 
 def _movable(top: fx.Node, needed: set[fx.Node]) -> list[fx.Node] | None:
-    """What ``needed`` is made of behind ``top``, in order; None if ``top`` is part of it."""
+    """What ``needed`` is made of behind ``top``, in order; None if ``top`` is part of it, or a
+    collective, which might come before another one then."""
     late: set[fx.Node] = set()
     queue = list(needed)
     while queue:
         n = queue.pop()
-        if n is top:
+        if n is top or (top < n and issues(n)):
             return None
         if top < n and n not in late:
             late.add(n)

@@ -33,6 +33,7 @@ from rtc.passes.analysis.slots import is_pointwise
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
 from rtc.passes.plan import Refusal
+from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 
@@ -249,7 +250,7 @@ def run(ctx: Context) -> Outcome:
             continue
         _replace(graph, found, row, floor)
         out.applied += 1
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or _writes(n))
+    dead_code(graph)
     return out
 
 
@@ -278,11 +279,6 @@ def _flat(emit: Emitter, n: fx.Node) -> fx.Node:
     if val(n).stride(1) != 1 and val(n).shape[1] > 1:
         n = emit(aten.clone.default, n, memory_format=torch.contiguous_format)
     return n
-
-
-def _writes(n: fx.Node) -> bool:
-    t = n.target
-    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
 
 
 PASS = Pass(

@@ -10,8 +10,9 @@ After:
 The whole-cache work that this adds is the very kind that ``hoist_quantize`` moves to write time,
 with scales calibrated once a session; ``fp8_attention`` then reads the FP8 values themselves.
 
-Refuses: keys and values that are not read out of a cache; heads repeated between the cache and the
-attention (let SDPA do that: ``enable_gqa=True``); what is in FP8 already.
+Refuses: keys and values that are not read out of a cache; masked or causal attention, and all else
+that attention in FP8 cannot do (what is kept would be as wide as before); heads repeated between
+the cache and the attention (let SDPA do that: ``enable_gqa=True``); what is in FP8 already.
 Numerics: changes (keys and values are rounded to FP8, about 2.6e-2 of each one's size).
 """
 
@@ -22,7 +23,7 @@ from torch import fx
 
 from rtc.passes.analysis import order
 from rtc.passes.analysis.fn import Fn, walk
-from rtc.passes.analysis.fp8 import FP8, reads_fp8
+from rtc.passes.analysis.fp8 import FP8, reads_fp8, unfit
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
 from rtc.passes.plan import Refusal
@@ -61,6 +62,9 @@ def _refused(user: fx.Node, found: dict[int, Fn]) -> Refusal | None:
         return Refusal.at("keys and values of four axes only", user)
     if all(reads_fp8(fn) is not None for fn in found.values()):
         return Refusal.at("it reads FP8 already", user)
+    reason = unfit(user)
+    if reason is not None:
+        return Refusal.at(f"nothing would read FP8: {reason}", user)
     for fn in found.values():
         if any(f.target is aten.expand.default for f in walk(fn)):
             return Refusal.at(

@@ -151,6 +151,11 @@ class Compiler:
         report.seconds["passes"] = time.perf_counter() - t0
         assert result.rewritten.gm is not None
         new = result.rewritten.gm
+        managed = any(c.order != "plain" for c in result.plan.cohorts)
+        whole = self._whole(new, inputs)
+        if whole is not None and exchanges.fused(new):
+            outcome = result.outcomes["fuse_linear_all_reduce"][2]
+            exchanges.undo(new, outcome, f"Inductor would not keep the order of sums: {whole}")
         report.after(new, result)
         if self.dry:
             return make_boxed_func(plain.forward)
@@ -159,7 +164,6 @@ class Compiler:
         report.notes += exchanges.prepare(new)
         t0 = time.perf_counter()
         self.on_phase("code generation")
-        managed = any(c.order != "plain" for c in result.plan.cohorts)
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
             run = self._lower(new if fused else plain, list(fakes), report)
@@ -171,7 +175,14 @@ class Compiler:
         constant = [i.index for i in inputs if i.parameter and not i.mutated] + [
             first + j for j, e in enumerate(result.rewritten.extras) if e.kind == "scale"
         ]
-        run = self._lower(new, [*fakes, *parts, *extras], report, constant)
+        loose = exchanges.unordered(new) if whole is not None else []
+        if loose:
+            why = f"Inductor would not keep {loose[0]} in its place: {whole}"
+            report.notes.append(f"runs op by op: {why}")
+            show_attention(new)
+            run = make_boxed_func(new.forward)
+        else:
+            run = self._lower(new, [*fakes, *parts, *extras], report, constant)
         report.seconds[self.options.lowering] = time.perf_counter() - t0
         lowered: list[Callable[..., Any]] = []
 
@@ -203,6 +214,7 @@ class Compiler:
             runtime.step = Step(runtime.rewritten, result, runtime.inputs)
             report.notes += runtime.step.blockers
         runtime._boxed_call = True  # type: ignore[attr-defined]
+        exchanges.meet(new)
         return runtime
 
     def _step_graph(self, inputs: list[InputInfo]) -> bool:
@@ -260,6 +272,14 @@ class Compiler:
         if self.options.regions != "auto":
             return self.options.regions == "on"
         return self._cuda(inputs) and self.options.lowering != "eager"
+
+    def _whole(self, gm: fx.GraphModule, inputs: list[InputInfo]) -> str | None:
+        """Why Inductor is given the graph as a whole, and may order it as it likes; or None."""
+        if self.options.lowering == "eager":
+            return None
+        if not self._wants_regions(inputs):
+            return "regions are off"
+        return region_ops.obstacle(gm)
 
     def _lower(
         self, gm: fx.GraphModule, fakes: list[Any], report: GraphReport,

@@ -115,7 +115,9 @@ class Compiled:
             raise
         finally:
             session.after_call()
-            if session.plain_in_a_row >= _TOO_MANY_PLAIN and not self._demoted:
+            # with other ranks, which may not take that path and would not come to compile, it stays
+            alone = self._compiler.ranks.dog is None
+            if session.plain_in_a_row >= _TOO_MANY_PLAIN and alone and not self._demoted:
                 self._demote()
             self._seconds.append(time.perf_counter() - started)
 

@@ -41,8 +41,9 @@ def _teach() -> None:
             if mask is None:
                 return None
             at = None if dim is None else dim - len(q.shape) + len(mask.shape)
-            broadcast = at is None or at < 0 or mask.shape[at] == 1
-            return Replicate() if broadcast else Shard(at)
+            if at is None or at < 0 or mask.shape[at] == 1:
+                return Replicate()
+            return Shard(at)
 
         ways = [spread(None)]
         if len(q.shape) == 4:

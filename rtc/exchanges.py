@@ -4,6 +4,9 @@ Ranks may take different paths through one call (one was written to from outside
 plain path, the others replay): so the plain graph exchanges what the rewritten one does, by the
 same ops in the same order. Workspaces are allocated once, by all ranks, before code is generated
 or captured.
+
+Inductor keeps torch's own collectives in the program's order, but moves other ops about as it
+likes, the fused one too. So a graph that it compiles as a whole has none.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtc.errors import RtcError, UnsupportedError
 from rtc.kernels import linear_all_reduce as _kernel
 from rtc.passes import fp8_linear, fuse_linear_all_reduce
-from rtc.passes.analysis.collectives import issued
+from rtc.passes.analysis.collectives import issued, issues
+from rtc.passes.base import Outcome
+from rtc.passes.nodes import Emitter, arg_by_name
+from rtc.passes.plan import Refusal
+
+_FUSED = torch.ops.rtc.linear_all_reduce.default
+_C10D = torch.ops._c10d_functional
 
 
 class ExchangeError(RtcError):
@@ -48,6 +57,33 @@ def alike(others: Sequence[fx.GraphModule | None], rewritten: fx.GraphModule) ->
             )
 
 
+def undo(gm: fx.GraphModule, outcome: Outcome, why: str) -> None:
+    """The sums of a graph by torch's own collective again, and the pass's outcome as if refused."""
+    graph = gm.graph
+    for n in [n for n in graph.nodes if n.target is _FUSED]:
+        named = ("x", "w", "x_scale", "w_scale", "dtype", "group")
+        x, w, xs, ws, dtype, group = (arg_by_name(n, a) for a in named)
+        with graph.inserting_before(n):
+            emit = Emitter(graph, n)
+            part = emit(torch.ops.rtc.linear_fp8.default, x, w, xs, ws, None, dtype)
+            total = emit(_C10D.all_reduce.default, part, "sum", group)
+            total = emit(_C10D.wait_tensor.default, total)
+        outcome.applied -= 1
+        outcome.refused.append(Refusal.at(why, n))
+        n.replace_all_uses_with(total)
+        graph.erase_node(n)
+    outcome.notes.clear()
+    gm.recompile()
+
+
+def unordered(gm: fx.GraphModule) -> list[str]:
+    """Collectives that Inductor may run in another order than the program's: not torch's own."""
+    return [
+        str(n.target) for n in gm.graph.nodes
+        if issues(n) and n.target.namespace != "_c10d_functional"
+    ]  # fmt: skip
+
+
 def prepare(gm: fx.GraphModule) -> list[str]:
     """Allocate what a graph's fused ops need on a GPU; notes for the report. A collective."""
     notes = []
@@ -71,7 +107,15 @@ def prepare(gm: fx.GraphModule) -> list[str]:
     return notes
 
 
-_FUSED = torch.ops.rtc.linear_all_reduce.default
+def meet(gm: fx.GraphModule) -> None:
+    """Wait until all ranks have compiled: a fused sum waits for its peers for a minute only."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    groups = dict.fromkeys(s.group for s in fuse_linear_all_reduce.shapes(gm.graph))
+    with _disable_current_modes():
+        for group in groups:
+            dist.barrier(c10d._resolve_process_group(group))  # type: ignore[arg-type,attr-defined]
 
 
 class Alarm:

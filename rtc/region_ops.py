@@ -55,13 +55,13 @@ def is_heavy(n: fx.Node) -> bool:
 
 
 def waits(n: fx.Node) -> list[fx.Node]:
-    """Where a collective's result is waited for."""
+    """Where a collective's result, or a view of it, is waited for."""
     found, stack = [], list(n.users)
     while stack:
         u = stack.pop()
         if is_wait(u):
             found.append(u)
-        elif u.target is operator.getitem:
+        elif u.target is operator.getitem or is_view(u):
             stack += u.users
     return found
 

@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
-from rtc.passes.analysis.collectives import issues
+from rtc.passes.analysis.collectives import is_wait, issues
 from rtc.region_ops import (
     COPIES,
     RESHAPES,
@@ -115,6 +115,8 @@ class Cutter:
                     found[u] = None
                     if issues(u):
                         found.update(dict.fromkeys(waits(u)))
+                    elif is_wait(u):  # hands on the memory that it is given
+                        stack += u.users
                 else:
                     stack += u.users
             have = self._readers[n] = list(found)

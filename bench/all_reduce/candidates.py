@@ -163,7 +163,7 @@ def specialized(ranks: Ranks, m: int, n: int, sweep: bool) -> Iterator[tuple[str
     count = torch.cuda.get_device_properties(ranks.device).multi_processor_count
     base = Specialized.fitting(m, n, count)
     yield "gluon", base
-    yield "gluon, 6 stages of 64", replace(base, bk=64, stages=6)
+    yield "gluon, 64 of K", replace(base, bk=64)
     if sweep:
         yield "gluon, all short", replace(base, short=-(-n // 128))
         yield "gluon, all tall", replace(base, short=0)

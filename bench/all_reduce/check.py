@@ -26,7 +26,7 @@ SMALL = [
     ("movers, few, kept", Movers(programs=7, movers=3, early=1, direct=2, split=1, keep=True)),
     ("gluon", Specialized()),
     ("gluon, tall", Specialized(short=0)),
-    ("gluon, few", Specialized(programs=7, short=4, bk=64, stages=6)),
+    ("gluon, few", Specialized(programs=7, short=4, bk=64)),
 ]
 
 

@@ -51,8 +51,44 @@ def issues(node: fx.Node) -> bool:
 
 
 def issued(graph: fx.Graph) -> list[str]:
-    """What a graph issues, in its order."""
-    return [str(n.target) for n in graph.nodes if issues(n)]
+    """What a graph issues, in its order: one line each, with all that other ranks must agree on."""
+    return [
+        f"{n.target}({', '.join(map(str, _numbers(n)))}) -> {_sizes(n.meta.get('val'))}"
+        for n in graph.nodes
+        if issues(n)
+    ]
+
+
+def met(graph: fx.Graph) -> list[str]:
+    """The same, whoever carries it out: an op that computes what it sums counts as an all-reduce of
+    as many elements. No pass changes this."""
+    out = []
+    for n in graph.nodes:
+        if issues(n):
+            name = n.target._opname
+            said = [x for x in _numbers(n) if isinstance(x, str)]
+            if name.endswith("all_reduce"):
+                name = "all_reduce"
+                said = said if len(said) > 1 else ["sum", *said]
+            val = n.meta.get("val")
+            vals = val if isinstance(val, (tuple, list)) else [val]
+            count = [f"{v.dtype}[{v.numel()}]" for v in vals if isinstance(v, torch.Tensor)]
+            out.append(f"{name} {' '.join(said)} {' '.join(count)}")
+    return out
+
+
+def _numbers(n: fx.Node) -> list[object]:
+    """Arguments that are no tensors, nor computed."""
+    return [
+        a for a in (*n.args, *n.kwargs.values())
+        if isinstance(a, (str, int, float, torch.dtype)) or a is None
+    ]  # fmt: skip
+
+
+def _sizes(val: object) -> str:
+    if isinstance(val, (tuple, list)):
+        return f"[{', '.join(map(_sizes, val))}]"
+    return f"{val.dtype}{list(val.shape)}" if isinstance(val, torch.Tensor) else str(val)
 
 
 def _of_c10d(t: torch._ops.OpOverload) -> bool:
@@ -63,4 +99,4 @@ def _arguments(t: torch._ops.OpOverload) -> list[torch._C.Argument]:
     return t._schema.arguments
 
 
-__all__ = ["is_collective", "is_wait", "issued", "issues"]
+__all__ = ["is_collective", "is_wait", "issued", "issues", "met"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rtc.passes.analysis.fn import Fn, Operand, permutation
+from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, off_slots, permutation
 
 aten = torch.ops.aten
 
@@ -33,11 +33,18 @@ def reads_fp8(fn: Fn) -> Fn | None:
             if any(o.role != "const" or (o.shape and o.shape[-1] != 1) for o in others):
                 return None
         elif others or not (
-            f.target in (*CASTS, *SAME) or permutation(f.target, f.args, len(f.shape)) is not None
+            f.target in (*CASTS, *SAME)
+            or permutation(f.target, f.args, len(f.shape)) is not None
+            or (f.target in LAYOUT and _features(f) == _features(f.children[0]))
         ):
             return None
         f = f.children[0]
     return f
+
+
+def _features(f: Fn) -> list[int]:
+    """Sizes of what is no slot: the same where a reshape makes frames and tokens one axis."""
+    return [n for n in off_slots(f.shape, f.dims) if n not in (-1, 1)]
 
 
 def unfit(attention: fx.Node) -> str | None:

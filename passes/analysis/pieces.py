@@ -21,16 +21,20 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis.fn import LAYOUT
-from rtc.passes.analysis.fp8 import CASTS
+from rtc.passes.analysis.fp8 import CASTS, SAME
 from rtc.passes.nodes import Emitter
 
 aten = torch.ops.aten
 
-ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # casts to these are left out
+# casts to these are left out
+ROUNDED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _LINEAR = """neg cat stack slice select index_select index split split_with_sizes chunk unbind
     roll flip view_as_complex view_as_real add sub rsub clone alias detach view reshape
     _unsafe_view permute transpose t unsqueeze squeeze expand""".split()
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +76,7 @@ class Piece:
         """Whether it consists of these ops, and of layout and casts."""
         for n in self.nodes:
             cast = n.target in CASTS and n.meta["val"].dtype in ROUNDED
-            layout = n.target is operator.getitem or n.target in LAYOUT
+            layout = n.target is operator.getitem or n.target in LAYOUT or n.target in SAME
             if not (cast or layout or _name(n) in names):
                 return False
         return True
@@ -86,7 +90,9 @@ class Piece:
             if n.target in CASTS and n.meta["val"].dtype in ROUNDED:
                 env[n] = args[0]
             else:
-                env[n] = call(n.target, *args, **kwargs)
+                # what comes in may lie otherwise in memory than in the model
+                target = aten.reshape.default if n.target in _VIEWS else n.target
+                env[n] = call(target, *args, **kwargs)
         return env[self.end]
 
     def run(self, start: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor:

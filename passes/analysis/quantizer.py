@@ -10,7 +10,9 @@ what they compute. A scale rounded to a half type on its way (bf16 amax / 448) m
 type's rounding: leaving it out is one intermediate rounding less.
 
 The clamp may be missing: |x| <= amax <= 448 * s but for a rounding or two, and the cast rounds all
-below 464 to 448.
+below 464 to 448. The floor may be missing, too (torchao has none): it is 448 times the smallest
+normal number then, and rows of zeros, which without one are NaN, stay zeros. Where only 1 / s is
+kept, that is what is given instead.
 
 Shapes: x and q [.., C], s [.., 1]; reshapes that keep the last axis whole may stand between them,
 so leading axes may be grouped differently in x, q and s.
@@ -40,6 +42,7 @@ _RESHAPES = LAYOUT - {aten.permute.default, aten.transpose.int, aten.t.default}
 _RESHAPES |= {aten.expand.default, *SAME}
 _ABS = (aten.abs.default, aten.neg.default)
 _NORMAL = 2.0**-126
+_LEAST = TOP * _NORMAL  # stands for no floor
 _OTHER = "the maximum is not of magnitudes"
 
 
@@ -51,10 +54,11 @@ class RowQuantizer:
     """
 
     x: fx.Node  # [.., C] what is quantized, before casts to a wider dtype and reshapes of the rows
-    scale: fx.Node  # [.., 1] float32
+    scale: fx.Node  # [.., 1] float32; 1 / s where nothing holds s
     q: fx.Node  # [.., C] float8_e4m3fn
     floor: float  # smallest amax: s is never below floor / 448
-    scales: tuple[fx.Node, ...] = ()  # all float32 nodes that are the scale, in any shape
+    scales: tuple[fx.Node, ...] = ()  # all float32 nodes that are ``scale``, in any shape
+    inverse: bool = False  # ``scale`` is 1 / s
 
 
 def find(graph: fx.Graph) -> list[RowQuantizer]:
@@ -103,6 +107,9 @@ def replace(found: RowQuantizer, q: fx.Node, scale: fx.Node) -> None:
     Both must stand before `place`, ``scale`` last. What has no user left stays in the graph.
     """
     graph = found.q.graph
+    if found.inverse:
+        with graph.inserting_after(scale):
+            scale = Emitter(graph, found.q)(aten.reciprocal.default, scale)
     with graph.inserting_after(scale):
         emit = Emitter(graph, found.q)
         for old, new in [(found.q, q), *((s, scale) for s in found.scales)]:
@@ -209,25 +216,30 @@ def _probed(q: fx.Node, maxima: list[_Maximum], x: fx.Node) -> RowQuantizer | st
         elif m is maxima[0]:
             return _OTHER
     why = "no float32 scale of the form max(amax, floor) / 448"
-    for scale in _row_values(tops):
-        if scale.meta["val"].shape[-1:] != (1,):
-            continue
-        floor = _floor(probe, scale, x.meta["val"].dtype)
-        if isinstance(floor, str):
+    held = [n for n in _row_values(tops) if n.meta["val"].shape[-1:] == (1,)]
+    floors = []
+    for scale, inverse in [(n, i) for i in (False, True) for n in held]:
+        floor = _floor(probe, scale, x.meta["val"].dtype, inverse)
+        if not isinstance(floor, str):
+            floors.append((floor == _LEAST, inverse, floor, scale))
+        elif not inverse:
             why = floor
-            continue
+    # what has no floor last: it may be on its way to get one
+    for _, inverse, floor, scale in sorted(floors, key=lambda f: f[:2]):
         a, e = _samples(x.meta["val"].dtype, floor)
+        if floor == _LEAST:
+            a, e = a[a.double() >= floor], e[a.double() >= floor]
         p = probe(a, e)
         found = p(q.args[0])
-        want = (e.double() / p(scale).double()).clamp(-TOP, TOP)
+        want = (e.double() / _scale(p(scale), inverse)).clamp(-TOP, TOP)
         # 2^-24: FP8's smallest step is 2^-9.
         room = _tolerance(found, x.meta["val"].dtype, 4) * want.abs() + 2.0**-24
         error = (found.double().clamp(-TOP, TOP) - want).abs()
         if not (error <= room).all() or (found.abs() >= 464).any():
-            why = "what is cast is not x / scale"
+            why = why if floor == _LEAST else "what is cast is not x / scale"
             continue
         same = [n for n in _row_values(tops) if _equal(probe(a, a), n, scale)]
-        return RowQuantizer(x, scale, q, floor, tuple(same))
+        return RowQuantizer(x, scale, q, floor, tuple(same), inverse)
     return why
 
 
@@ -262,24 +274,37 @@ def _row_values(tops: list[fx.Node]) -> list[fx.Node]:
     return [n for n in tops[0].graph.nodes if n in seen and n.meta["val"].dtype == torch.float32]
 
 
+def _scale(found: torch.Tensor, inverse: bool) -> torch.Tensor:
+    return 1 / found.double() if inverse else found.double()
+
+
 def _floor(
-    probe: Callable[[torch.Tensor, torch.Tensor], Probe], scale: fx.Node, dtype: torch.dtype
+    probe: Callable[[torch.Tensor, torch.Tensor], Probe],
+    scale: fx.Node,
+    dtype: torch.dtype,
+    inverse: bool,
 ) -> float | str:
-    """``floor`` if ``scale`` is max(a, floor) / 448 of the maximum a, else why not."""
+    """``floor`` if ``scale`` (or 1 / it) is max(a, floor) / 448 of the maximum a, else why not."""
     zero = torch.zeros(1, dtype=dtype)
     try:
-        at_zero = probe(zero, zero)(scale).double().item()
+        at_zero = _scale(probe(zero, zero)(scale), inverse).item()
     except Foreign as e:
         return str(e)
-    if not 0 < at_zero < math.inf:
+    if not 0 <= at_zero < math.inf:
         return "a row of zeros has no scale"
-    if at_zero < _NORMAL:
+    if 0 < at_zero < _NORMAL:
         return "scales may be too small for float32"
-    floor = at_zero * TOP
+    floor = at_zero * TOP or _LEAST
     a, _ = _samples(dtype, floor)
+    if at_zero == 0:
+        a = a[a.double() >= floor]
     found = probe(a, a)(scale)
     want = a.double().clamp(min=floor) / TOP
-    if not ((found.double() - want).abs() <= _tolerance(found, dtype, 2) * want).all():
+    room = _tolerance(found, dtype, 2)
+    if not ((_scale(found, inverse) - want).abs() <= room * want).all():
+        want = a.double() / TOP + at_zero
+        if ((_scale(found, inverse) - want).abs() <= room * want).all():
+            return "the scale is amax / 448 plus something: kernels know a least amax only"
         return "the scale is not max(amax, floor) / 448"
     return floor
 

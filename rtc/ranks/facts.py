@@ -125,7 +125,10 @@ def _sent(gm: fx.GraphModule) -> list[str]:
     order = groups(gm)
     out = []
     for node, group in collectives(gm):
-        sizes = ", ".join(describe(a.meta.get("val")) for a in node.all_input_nodes)
+        # rtc's own ops compute what they send: from K features, which may differ
+        own = node.target.namespace == "rtc"  # type: ignore[union-attr]
+        sent = [node] if own else node.all_input_nodes
+        sizes = ", ".join(describe(a.meta.get("val")) for a in sent)
         plain = [str(a) for a in node.args if isinstance(a, (str, int, torch.dtype)) and a != group]
         words = [sizes, *plain, f"group {order.index(group)}"]
         out.append(f"{_name(node.target)}({', '.join(words)})")

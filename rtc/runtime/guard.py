@@ -220,14 +220,15 @@ def watch_again(t: torch.Tensor) -> None:
 
 def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:
     """Put the slots back in order; all caches that move with it follow."""
-    from rtc.runtime.owners import owners
+    from rtc.runtime.owners import TURN, owners
 
-    lift(t)
-    for state in owners(t):
-        for other in state.tensors():
-            lift(other)
-        state.materialize(between=True)
-    touch(t, exported=exported, uncounted=uncounted)
+    with TURN:
+        lift(t)
+        for state in owners(t):
+            for other in state.tensors():
+                lift(other)
+            state.materialize(between=True)
+        touch(t, exported=exported, uncounted=uncounted)
 
 
 def touch(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False) -> None:

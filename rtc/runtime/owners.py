@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,8 @@ from rtc.runtime.state import CohortState
 # id of a user's tensor -> the states that keep (a part of) it
 OWNERS: dict[int, list[CohortState]] = {}
 _FINALIZERS: dict[int, Any] = {}
+# A call lifts and guards the caches of all models: threads take turns, with whole calls.
+TURN = threading.RLock()
 
 
 def owners(t: Any) -> list[CohortState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rtc.graphs.step import Staging, captured
+from rtc.graphs.step import CaptureError, Staging, captured
 from rtc.passes.analysis.fn import Fn, Operand, emit, raw_fn, structural_key, with_slots
 from rtc.passes.analysis.tables import shaped_rows
 from rtc.passes.nodes import Emitter
@@ -193,6 +194,7 @@ class Refresher:
     ) -> None:
         self.lower, self.capture = lower, capture
         self._code: dict[Any, Callable[[list[Any]], Any]] = {}
+        self._again = 0  # graphs that were captured anew
         self._keys: dict[int, str] = {}  # of views' functions, by id: the plan keeps them
         self._graphs: weakref.WeakKeyDictionary[CohortState, dict[Any, _Replay]] = (
             weakref.WeakKeyDictionary()
@@ -222,7 +224,8 @@ class Refresher:
                     self._code[key] = self._compiled(work, given, caches[0].device)
                     if self.capture and caches[0].is_cuda:  # loads its kernels before the capture
                         self._code[key]([_dummy(x, caches[0].device) for x in given])
-        if self.capture:
+        # a graph would keep the value of a number that lies on the CPU
+        if self.capture and all(t.device == caches[0].device for t in fixed):
             graphs = self._graphs.setdefault(st, {})
             key = tuple(p.key for p in parts)
             if key not in graphs and len(graphs) < _GRAPHS:
@@ -272,10 +275,8 @@ class Refresher:
         self, st: CohortState, parts: Sequence[Part], const: Any, fixed: Sequence[torch.Tensor]
     ) -> None:
         """Compute places of views again, from raw slots that lie at ``part.src``."""
-        replay = None
-        if st in self._graphs:
-            replay = self._graphs[st].get(tuple(p.key for p in parts))
-        if replay is not None and replay.addresses == _addresses(st, fixed):
+        replay = self._replay(st, parts, const, fixed)
+        if replay is not None:
             replay.staging.put([f.value(parts) for f in replay.feeds])
             replay.graph.replay()
             st.counters.refresh_replays += 1
@@ -289,6 +290,24 @@ class Refresher:
             return known[feed]
 
         self._run(st, parts, const, send, caches)
+
+    def _replay(
+        self, st: CohortState, parts: Sequence[Part], const: Any, fixed: Sequence[torch.Tensor]
+    ) -> _Replay | None:
+        """The graph of refreshes like these, if one was captured; anew where tensors it reads lie
+        elsewhere now (scales that were calibrated again)."""
+        graphs = self._graphs.get(st, {})
+        key = tuple(p.key for p in parts)
+        have = graphs.get(key)
+        if have is None or have.addresses == _addresses(st, fixed):
+            return have
+        del graphs[key]
+        if self._again >= _GRAPHS:
+            return None
+        self._again += 1
+        with contextlib.suppress(CaptureError):
+            graphs[key] = self._captured(st, parts, const, fixed)
+        return graphs.get(key)
 
     def _run(
         self, st: CohortState, parts: Sequence[Part], const: Any,

@@ -25,7 +25,7 @@ from rtc.passes.drift import LOOK_AHEAD
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
-from rtc.runtime.owners import OWNERS, guard_all, lift_all, owners, owns, release, take
+from rtc.runtime.owners import OWNERS, TURN, guard_all, lift_all, owners, owns, release, take
 from rtc.runtime.prepare import CohortRuntime, Prepared, Refresh
 from rtc.runtime.refresh import Part, Refresher, sent
 from rtc.runtime.state import CohortState, Counters, Handle, Stamp
@@ -52,16 +52,34 @@ class Session:
     closed: bool = False
 
     def before_call(self) -> None:
-        """Lift the guards, so that the caches look like plain tensors to Dynamo."""
+        """Lift the guards, so that the caches look like plain tensors to Dynamo.
+
+        Other threads wait until ``after_call``.
+        """
         if self.closed:
             raise StateError("this compiled model was closed: compile the model again")
-        lift_all()
+        TURN.acquire()
+        try:
+            lift_all()
+        except BaseException:  # Ctrl-C
+            try:
+                guard_all(self.note)
+            finally:
+                TURN.release()
+            raise
 
     def after_call(self) -> None:
         """Guard the caches until the next call."""
         self.calls += 1
-        self.after_graph()
-        guard_all(self.note)
+        try:
+            self.after_graph()
+            guard_all(self.note)
+        except BaseException:  # Ctrl-C: a cache without its guard would be read in ring order
+            self.after_graph()
+            guard_all(self.note)
+            raise
+        finally:
+            TURN.release()
 
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
@@ -87,12 +105,13 @@ class Session:
             self.notes.append(text)
 
     def materialize(self) -> None:
-        for st in self.states:
-            if owns(st):
-                for t in st.tensors():
-                    guard.lift(t)
-                st.materialize(between=True)
-        guard_all(self.note)
+        with TURN:
+            for st in self.states:
+                if owns(st):
+                    for t in st.tensors():
+                        guard.lift(t)
+                    st.materialize(between=True)
+            guard_all(self.note)
 
     def invalidate(self) -> None:
         self.materialize()
@@ -101,9 +120,10 @@ class Session:
             st.invalidate()
 
     def release_all(self) -> None:
-        for st in self.states:
-            release(st)
-        self.states.clear()
+        with TURN:
+            for st in self.states:
+                release(st)
+            self.states.clear()
 
     def close(self) -> None:
         self.release_all()
@@ -275,24 +295,32 @@ class GraphRuntime:
             for c, st, _ in states
             if c.index == e.cohort and st.scales is not None
         }
-        for c, st, prep in states:
-            self._refresh(c, st, prep, args_in)
         try:
+            for c, st, prep in states:
+                self._refresh(c, st, prep, args_in)
             out = self._run(args_in, states, env, ahead)
         except BaseException:
             for _, st, _ in states:
                 self._broken(st)
             raise
-        self.session.plain_in_a_row = 0
-        for c, st, prep in states:
-            c.finish(st, prep)
-            self.session.touched.append(st)
+        try:
+            self._finish(states)
+        except BaseException:  # Ctrl-C: the caches are written, so it must be known where
+            self._finish(states)
+            raise
         if self.alarm is not None:
             self.alarm.look()
         if not self.rehearsed:
             self._rehearse(args_in, states, consts)
         self._look_ahead(ints, consts, states)
         return out
+
+    def _finish(self, states: list[tuple[CohortRuntime, CohortState, Prepared]]) -> None:
+        """Note that the call ran; twice does no harm."""
+        self.session.plain_in_a_row = 0
+        for c, st, prep in states:
+            c.finish(st, prep)
+            self.session.touched.append(st)
 
     def _look_ahead(
         self, ints: dict[fx.Node, int], consts: Mapping[fx.Node, torch.Tensor], states: list[Any]
@@ -323,7 +351,7 @@ class GraphRuntime:
         self.rehearsed = True
         ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
         # ints that go another way in truth may lead anywhere
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        with contextlib.suppress(Exception):
             for c, st, _ in states:
                 coming = c.rehearse(
                     st, lambda t: self.host.run({n: x + t for n, x in ints.items()}, consts),
@@ -355,7 +383,9 @@ class GraphRuntime:
 
     def _kept(self, c: CohortRuntime, st: CohortState) -> list[tuple[int, torch.Tensor]]:
         """Inputs of one cohort that lie on its device from call to call, with their numbers."""
-        have = st.kept.get(self)
+        # by cohort: caches that two cohorts lay out alike may change places between calls
+        kept = st.kept.setdefault(self, {})
+        have = kept.get(c.index)
         if have is None or have[0] is not st.scales:
             values: list[tuple[int, torch.Tensor]] = []
             for i, e in enumerate(self.extras):
@@ -367,7 +397,7 @@ class GraphRuntime:
                         values.append((i, st.scales[e.operand]))
                     else:
                         values.append((i, st.saturated))
-            have = st.kept[self] = st.scales, values
+            have = kept[c.index] = st.scales, values
         return have[1]
 
     def _sent(self, value: torch.Tensor, args: list[Any]) -> torch.Tensor:
@@ -461,6 +491,8 @@ class GraphRuntime:
         for t in users:
             for st in owners(t):
                 if st.ids == ids and st.key == key:
+                    if st not in self.session.states:  # another compiled model made it
+                        self.session.states.append(st)
                     return st
         for t, h in ((self._tensor(args, i), h) for h, i in zip(handles, c.inputs, strict=True)):
             for st in owners(t):

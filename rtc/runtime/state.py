@@ -134,10 +134,10 @@ class CohortState:
         self.consts: list[Stamp] | None = None
         # captured steps that run on this state; one goes with the graph that it replays
         self.steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # of a graph: inputs that stay while the scales do, with their numbers
-        self.kept: weakref.WeakKeyDictionary[Any, tuple[Any, list[tuple[int, torch.Tensor]]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # of a graph, by cohort: inputs that stay while the scales do, with their numbers
+        self.kept: weakref.WeakKeyDictionary[
+            Any, dict[int, tuple[Any, list[tuple[int, torch.Tensor]]]]
+        ] = weakref.WeakKeyDictionary()
         self.changes = 0  # counts up whenever slots, views or scales are others than before
         self.released = False
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from

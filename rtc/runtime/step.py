@@ -42,6 +42,12 @@ class Step:
             f"no CUDA graph: {u.name} uses {i.source}, which changes from call to call"
             for i, u in users[:1]
         ]
+        for i in used:
+            if _baked(i.node.meta["val"], result):
+                self.blockers.append(
+                    f"no CUDA graph: {i.source} lies on the CPU, so a graph would keep the value "
+                    "that it was captured with. Hold it on the GPU (a float argument: as a tensor)"
+                )
         self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
 
     def __call__(
@@ -73,3 +79,10 @@ class Step:
         out = graph(fixed, copied, arrange)
         counters.replays += graph.captured
         return out
+
+
+def _baked(val: Any, result: Result) -> bool:
+    """Whether device code takes this input from the CPU, as it may a tensor without axes."""
+    caches = [c.info.node.meta["val"] for cohort in result.plan.cohorts for c in cohort.caches]
+    here = isinstance(val, torch.Tensor) and val.device.type == "cpu"
+    return here and any(c.device.type == "cuda" for c in caches)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import rtc
 from rtc import constants, region_ops, regions
 from rtc.passes.analysis.collectives import is_collective, is_wait, issued, issues
-from rtc.passes.analysis.host import HostInfo, InputInfo
+from rtc.passes.analysis.host import HostInfo, InputInfo, where
 from rtc.passes.rewrite import dead_code
 from rtc.ranks import Ranks
 from rtc.runtime.program import Program
@@ -169,6 +169,16 @@ def test_unused_ones_stay():
     assert ran.count(c10d.all_reduce.default) == ran.count(c10d.wait_tensor.default) == 1
 
 
+def test_a_refusal_names_the_users_line():
+    """Not the one in torch that issues a collective."""
+    node = fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = (
+        '  File "/home/me/video.py", line 7, in forward\n    y = all_reduce(y, "sum", group)\n'
+        f'  File "{functional.__file__}", line 179, in all_reduce\n    tensor = ...\n'
+    )
+    assert where(node) == "/home/me/video.py:7 in forward"
+
+
 # -- on ranks --------------------------------------------------------------------------------------
 
 
@@ -245,6 +255,8 @@ def table_from_others():
     with torch.no_grad():
         for step in range(8):
             given = torch.randn(1, 2, 3, 8, dtype=torch.float64)
+            given = functional.all_reduce(given, "sum", dist.group.WORLD)
+            assert type(given) is functional.AsyncCollectiveTensor  # it may be on its way still
             got, want = compiled(given, step), eager(given, step)
             apart = max(apart, float((got - want).abs().max()))
     return apart, str(plan or compiled.report())

@@ -91,6 +91,26 @@ def test_sharded_model(world, variants):
             assert runtime["folds"] > 0  # positions went back
 
 
+def test_one_shard_explained_alone():
+    """No process group is needed to ask, and every pass finds in a shard what it finds in the
+    whole: a sum over ranks between two layers is in no pattern's way."""
+    cfg = replace(PRESETS["tiny-fp8"], dim=96, heads=6, hidden=96, passes=1)
+    options = rtc.Options(
+        lowering="eager", kernels="on", quantize="calibrated", fp8_attention=True,
+        passes={"fuse_linear_all_reduce": False},
+    )  # fmt: skip
+    found, dtype = [], torch.bfloat16
+    for world in (1, 2, 6):
+        torch._dynamo.reset()
+        model = build(cfg, shard=Shard(world - 1, world, "0"), dtype=dtype)
+        args = example_inputs(cfg, 0, dtype=dtype)
+        found.append(counts(rtc.explain(model, *args, options=options).to_dict()))
+    assert found[0] == found[1] == found[2]
+    for name in ("fp8_attention", "fuse_pre_attention", "fuse_swiglu_quantize"):
+        assert found[0][name] == (2, 2), name
+    assert found[0]["fuse_modulate_quantize"][1] > 0
+
+
 @pytest.mark.cpp
 def test_sharded_model_through_inductor():
     variants = [{"lowering": "inductor", "regions": "on"}]

@@ -1,13 +1,19 @@
 """Staging and replay without a GPU: a replay runs the callable again on the same static inputs."""
 
+import copy
+import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rtc
 from rtc.graphs.step import WARM_UP, Staging, StepGraph
-from rtc.model import build, example_inputs
+from rtc.model import PRESETS, build, example_inputs
+from rtc.passes.analysis.host import InputInfo
+from rtc.runtime.step import Step
 from tests.forms.registry import run
 from tests.forms.test_forms import BY_NAME, compile_with
 
@@ -120,3 +126,48 @@ def test_a_step_that_was_not_foreseen_is_worked_out_anew():
                     torch.testing.assert_close(a + 0, b, atol=1e-10, rtol=1e-10)
             torch.testing.assert_close(compiled(*args), same(*args), atol=1e-10, rtol=1e-10)
     assert 0 < compiled.report().to_dict()["runtime"]["prepared_ahead"] < len(jumps) - 6
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_numbers_on_the_cpu_are_not_captured(device):
+    """A float argument comes as a tensor on the CPU, which a CUDA graph would read only once."""
+    graph, inputs = torch.fx.Graph(), []
+    with FakeTensorMode():
+        vals = {"cache": torch.empty(2, 3, device=device), "sigma": torch.empty(())}
+    for i, (name, val) in enumerate(vals.items()):
+        node = graph.placeholder(name)
+        node.meta["val"] = val
+        inputs.append(InputInfo(i, node, name))
+    graph.output(graph.call_function(torch.mul, tuple(i.node for i in inputs)))
+    cohort = SimpleNamespace(caches=[SimpleNamespace(info=inputs[0])])
+    result = SimpleNamespace(
+        rewritten=SimpleNamespace(extras=[], gm=torch.fx.GraphModule({}, graph)),
+        plan=SimpleNamespace(cohorts=[cohort]),
+    )
+    blockers = Step(lambda args: None, result, inputs).blockers
+    assert len(blockers) == (device == "cuda")
+    assert all("sigma lies on the CPU" in b for b in blockers)
+
+
+def test_a_refresh_is_captured_again_where_scales_are_new():
+    """A session that begins anew is calibrated anew: its resets are replayed as well."""
+    cfg = dataclasses.replace(PRESETS["tiny"], quantize_kv=True)
+    model = build(cfg, dtype=torch.float64)
+    options = {"lowering": "eager", "quantize": "calibrated"}
+    one, two = (
+        rtc.compile(m, options=rtc.Options(**options, step_graph=graph))
+        for m, graph in ((model, "simulate"), (copy.deepcopy(model), "off"))
+    )
+    period, seen = cfg.reset_period, []
+    with torch.no_grad():
+        for session in range(2):
+            for m in (one, two):
+                m.reset_session()
+                for i, cache in enumerate(m.caches.buffers()):
+                    cache.normal_(generator=torch.Generator().manual_seed(i + 7 * session))
+            for s in range(2 * period + 3):
+                args = example_inputs(cfg, s, dtype=torch.float64)
+                torch.testing.assert_close(one(*args), two(*args), atol=1e-10, rtol=1e-10)
+            seen.append(one.report().to_dict()["runtime"]["refresh_replays"])
+    assert seen[0] > 0
+    assert seen[1] > seen[0]

@@ -131,7 +131,7 @@ def copy_turns(spaces, args, which, calls=None):
 class TestKernels:
     @pytest.mark.parametrize("config", MOVERS)
     def test_movers(self, config):
-        m, n = 40, 72
+        m, n = 40, 56
         spaces = ranks(m, n, config)
         calls = 3 if config is TINY else 2  # a slot's second use
         for call in range(calls):
@@ -190,12 +190,12 @@ class TestKernels:
             assert torch.equal(*pair)
 
     def test_epochs_wrap(self):
-        spaces = ranks(40, 64, TINY)
+        spaces = ranks(40, 32, TINY)
         for s in spaces:
             s.control[0] = 2**31 - 2
             s.buffer[s.layout.flags : s.layout.acks].view(torch.int32).fill_(2**31 - 2)
         for call in range(4):
-            args = [make(40, 64, 32, 10 * call + r) for r in range(2)]
+            args = [make(40, 32, 32, 10 * call + r) for r in range(2)]
             close(take_turns(spaces, args)[0], args)
         assert spaces[0].control[0] == -(2**31) + 2
 
@@ -406,7 +406,8 @@ def worker(rank, world, store):
         sets = [make(8, 16, 32, 100 + 10 * i + rank) for i in range(3)]
         want = [op.linear_all_reduce(*args, BF16, size, name) for args in sets]
         assert not torch.equal(want[0], want[1])
-        for compiled in (False, True):
+        # Compiled by two ranks only: most of this test's time.
+        for compiled in (False, True) if size == 2 else (False,):
 
             def fused(*args, size=size, name=name):
                 return torch.ops.rtc.linear_all_reduce(*args, BF16, size, name)

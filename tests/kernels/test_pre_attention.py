@@ -17,7 +17,7 @@ from rtc.kernels import pre_attention as op
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6
 NAMES = """q k v q_weight k_weight q_cos q_sin k_cos k_sin q_inv_scale k_inv_scale v_inv_scale slots
-k8 v8 k_raw v_raw saturated rope eps""".split()
+k8 v8 k_raw v_raw saturated rope eps turned""".split()
 WRITTEN = ("k8", "v8", "k_raw", "v_raw", "saturated")
 REAL = {"T": 757, "H": 60, "G": 60, "D": 128, "S": 5788}
 kernel = pytest.mark.skipif(
@@ -28,9 +28,10 @@ DEVICE = "cpu" if op.INTERPRET or not torch.cuda.is_available() else "cuda"
 
 def make(
     B=1, T=5, H=3, G=3, D=16, S=11, dtype=torch.float32, *, rope="half", norm=True, weights=True,
-    raw=True, device="cpu", gap=0, seed=0,
+    raw=True, device="cpu", gap=0, seed=0, turned=False, each=False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments by name. q, k, v are slices of one wide tensor; caches hold random values."""
+    """Arguments by name. q, k, v are slices of one wide tensor; caches hold random values; each:
+    scales of every batch."""
     g = torch.Generator(device).manual_seed(seed)
 
     def rand(*shape, to=torch.float32):
@@ -40,14 +41,20 @@ def make(
     q, k, v, _ = wide.split([H * D, G * D, G * D, gap], -1)
     angle = torch.rand(2, T, D, generator=g, device=device) * 6
     # Inverse scales around 190: a few of a hundred values lie beyond 448.
-    scales = [150 + 80 * torch.rand(n, generator=g, device=device) for n in (H, G, G)]
+    lead = (B,) if each else ()
+    scales = [150 + 80 * torch.rand(*lead, n, generator=g, device=device) for n in (H, G, G)]
     slots = torch.randperm(S, generator=g, device=device)[:T]
     caches = [rand(B, S, G, D, to=to) for to in (FP8, FP8, dtype, dtype)]
     weight = [rand(D, to=dtype) * 0.2 + 1 for _ in "qk"] if norm and weights else [None, None]
     tables = [angle[0].cos(), angle[0].sin(), angle[1].cos(), angle[1].sin()]
     values = [q.unflatten(-1, (H, D)), k.unflatten(-1, (G, D)), v.unflatten(-1, (G, D))]
     values += [*weight, *tables, *scales, slots, *caches[:2], *(caches[2:] if raw else [None] * 2)]
-    values += [torch.full((1,), 7, dtype=torch.int64, device=device), rope, EPS if norm else -1.0]
+    values += [
+        torch.full((1,), 7, dtype=torch.int64, device=device),
+        rope,
+        EPS if norm else -1.0,
+        turned,
+    ]
     return dict(zip(NAMES, values, strict=True))
 
 
@@ -79,12 +86,17 @@ def exact(a: dict[str, Any]) -> dict[str, torch.Tensor]:
             out[..., hi] = x[..., hi] * cos[..., hi] + x[..., lo] * sin[..., hi]
         return x if a["rope"] == "none" else out
 
+    def scaled(x, name):
+        scale = a[name].double()
+        return x * (scale[:, None, :, None] if scale.dim() == 2 else scale[:, None])
+
     q, k, v = norm(a["q"], a["q_weight"]), norm(a["k"], a["k_weight"]), a["v"].double()
+    turned = rotate(k, a["k_cos"], a["k_sin"])
     return {
-        "q8": rotate(q, a["q_cos"], a["q_sin"]) * a["q_inv_scale"].double()[:, None],
-        "k8": rotate(k, a["k_cos"], a["k_sin"]) * a["k_inv_scale"].double()[:, None],
-        "v8": v * a["v_inv_scale"].double()[:, None],
-        "k_raw": k,
+        "q8": scaled(rotate(q, a["q_cos"], a["q_sin"]), "q_inv_scale"),
+        "k8": scaled(turned, "k_inv_scale"),
+        "v8": scaled(v, "v_inv_scale"),
+        "k_raw": turned if a["turned"] else k,
         "v_raw": v,
     }
 
@@ -111,8 +123,10 @@ def check(before: dict[str, Any], after: dict[str, Any], q8: torch.Tensor, loose
         got, theirs = got.double(), theirs.double()
         assert torch.isfinite(got).all(), name
         room = 1e-5 * want.abs().amax(-1, keepdim=True)
-        if name == "k_raw" and norm:
+        if name == "k_raw" and (norm or before["turned"]):
             room = room + 1.01 * unit * want.abs()
+            if before["turned"]:  # of rows that the norm rounded
+                room = room + 3 * unit * want.abs().amax(-1, keepdim=True)
         if name.endswith("8"):  # half a step of FP8, and the rounded norm it starts from
             room = room + 2**-4 * want.abs() + 2**-10
             room = room + (3 * unit * want.abs().amax(-1, keepdim=True) if name != "v8" else 0)
@@ -141,6 +155,23 @@ def test_ropes(dtype, rope, raw):
     args = make(dtype=dtype, rope=rope, raw=raw)
     after = copy(args)
     check(args, after, run(after), loosely(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rope", ["half", "interleaved", "none"])
+@pytest.mark.parametrize("raw", [True, False])
+def test_keys_turned_before_they_are_stored(dtype, rope, raw):
+    args = make(B=2, dtype=dtype, rope=rope, raw=raw, turned=True)
+    after = copy(args)
+    check(args, after, run(after), loosely(dtype))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_scales_of_every_batch(turned, groups):
+    args = make(B=3, H=4, G=groups, rope="interleaved", turned=turned, each=True)
+    after = copy(args)
+    check(args, after, run(after))
 
 
 @pytest.mark.parametrize("rope", ["half", "interleaved"])
@@ -222,7 +253,7 @@ def test_every_output_is_written(config):
             after[name].view(torch.uint8)[:, args["slots"]] = 0x7F
         for name in ("k_raw", "v_raw"):
             after[name][:, args["slots"]] = float("nan")
-        op.launch(tuple(after.values()), q8, config)
+        op.launch(tuple(after.values())[:-1], q8, config)
         check(args, after, q8)
 
 
@@ -320,11 +351,23 @@ def test_gpu_sizes(rope, dtype, sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rope", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gpu_turned_keys_and_scales_of_every_batch(rope, dtype):
+    args = make(
+        B=2, T=37, H=12, G=4, D=128, S=99, dtype=dtype, rope=rope, turned=True, each=True,
+        device="cuda",
+    )  # fmt: skip
+    after = copy(args)
+    check(args, after, run(after))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", [(4, 1), (16, 4), (64, 8), (64, 4)])
 def test_gpu_configs(config):
     args = make(**{**REAL, "T": 100, "S": 300}, dtype=torch.bfloat16, device="cuda")
     after, q8 = copy(args), torch.empty(1, 100, 60, 128, dtype=FP8, device="cuda")
-    op.launch(tuple(after.values()), q8, op.Config(*config))
+    op.launch(tuple(after.values())[:-1], q8, op.Config(*config))
     check(args, after, q8)
 
 

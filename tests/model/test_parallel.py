@@ -90,6 +90,16 @@ def test_degrees_that_do_not_divide_are_refused(cfg, shard, match):
         build(cfg, device="meta", shard=Shard(*shard))
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 6])
+def test_every_degree_of_the_published_size(world):
+    cfg = PRESETS["57b"]
+    model = build(cfg, device="meta", dtype=torch.bfloat16, shard=Shard(1, world))
+    split = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("linear1.weight"))
+    split += sum(p.nbytes for n, p in model.named_parameters() if n.endswith("linear2.weight"))
+    assert split * world == cfg.linear_params
+    assert sum(c.nbytes for c in model.buffers()) * world == cfg.cache_bytes(2)
+
+
 def test_ranks_and_groups_that_are_none_are_refused():
     for rank, world in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError, match=r"rank must lie in 0..world-1"):

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import rtc
 from rtc.model import build, example_inputs
@@ -26,98 +25,25 @@ from rtc.passes import fuse_modulate_quantize as fuse
 from rtc.passes.analysis import normed
 from rtc.testing import assert_pass_counts
 
-F8 = torch.float8_e4m3fn
-B, T, C, K = 1, 6, 48, 32
-OPS = torch.ops.rtc
-PLAIN, RESIDUAL = OPS.modulate_quantize.default, OPS.residual_modulate_quantize.default
-aten = torch.ops.aten
-
-
-def quantize(x):
-    """x [.., C] dequantized, from one scale a row."""
-    rows = x.flatten(0, -2).float()
-    scale = (rows.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
-    q = (rows / scale).clamp(-448, 448).to(F8)
-    return q.float() * scale, scale
-
-
-def given(batch=B, tokens=T, dtype=torch.float32, seed=0):
-    """x, z [B, T, K] for the linear, its weight, then a few vectors; sizes of rows differ."""
-    g = torch.Generator().manual_seed(seed)
-
-    def rand(*shape, mean=0.0):
-        return (torch.randn(shape, generator=g) + mean).to(dtype)
-
-    size = torch.logspace(-2, 1, tokens, dtype=torch.float32)[:, None].to(dtype)
-    x = (rand(batch, tokens, C) + 0.3) * size
-    p = types.SimpleNamespace(
-        x=x,
-        z=rand(batch, tokens, K) * size,
-        w=rand(C, K) * K**-0.5,
-        w8=(rand(C, K).float() * 30).to(F8).to(dtype),
-        gate=rand(C, mean=0.5),
-        scale=rand(C) * 0.3,
-        shift=rand(C),
-        weight=rand(C, mean=1.0),
-        bias=rand(C) * 0.5,
-        time=rand(1, 6, C) * 0.5,
-    )
-    return p
-
-
-def traced(f, p):
-    names = list(vars(p))
-
-    def call(*args):
-        return f(types.SimpleNamespace(**dict(zip(names, args, strict=True))))
-
-    with torch.no_grad():
-        gm = make_fx(call, tracing_mode="fake")(*vars(p).values())
-    for n in gm.graph.nodes:  # in torch's own rms_norm; rtc's tracing makes it functional
-        if n.target is aten.add_.Scalar:
-            assert len(n.args[0].users) == 1
-            n.target = aten.add.Scalar
-    return gm
-
-
-def fused(f, p=None, check=True):
-    """The rewritten graph and what the pass says; values compared with the function's."""
-    p = p or given()
-    gm = traced(f, p)
-    out = fuse.run(types.SimpleNamespace(gm=gm))
-    gm.graph.lint()
-    gm.recompile()
-    if check:
-        with torch.no_grad():
-            want, got = f(p), gm(*vars(p).values())
-        for a, b in zip(want, got, strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        close(want, got)
-    return gm, out
-
-
-def close(want, got):
-    (value, scale, *rest), (value2, scale2, *rest2) = want, got
-    torch.testing.assert_close(scale2, scale, rtol=1e-5, atol=0)
-    off = (value - value2).abs()
-    step = (value.abs() / 8).clamp(min=2.0**-9 * scale) * 1.001
-    assert (off <= step).all()
-    assert (off > 1e-5 * value.abs()).float().mean() <= 0.005
-    for a, b in zip(rest, rest2, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def count(gm, *targets):
-    return [sum(n.target is t for n in gm.graph.nodes) for t in targets]
-
+from .modulate_helpers import (
+    EPS,
+    F8,
+    PLAIN,
+    RESIDUAL,
+    B,
+    C,
+    T,
+    ada_layer_norm,
+    aten,
+    close,
+    count,
+    fused,
+    given,
+    quantize,
+    traced,
+)
 
 # ---- norms, with modulation as they come ---------------------------------------------------------
-
-EPS = 1e-3  # seen in the smallest rows
-
-
-def ada_layer_norm(p, h):
-    return F.layer_norm(h, (C,), eps=EPS) * (1 + p.scale) + p.shift
 
 
 def affine_layer_norm(p, h):
@@ -439,117 +365,6 @@ def test_half_types_are_no_farther_from_float64_than_eager(f, dtype):
     for i in (0, 1, 2):
         assert error(ours, i) <= 1.02 * error(eager, i), i
     assert error(eager, 2) > 0
-
-
-# ---- what is left alone --------------------------------------------------------------------------
-
-
-def per_token(p, h):
-    return F.layer_norm(h, (C,)) * (1 + p.x) + p.shift
-
-
-def per_token_shift(p, h):
-    return F.layer_norm(h, (C,)) * (1 + p.scale) + p.x
-
-
-def masked_rows(p, h):
-    return F.layer_norm(h, (C,)) * (p.z[..., :1] > 0).float()
-
-
-def whole_norm(p, h):
-    return F.layer_norm(h, (T, C)) * (1 + p.scale)
-
-
-def two_norms(p, h):
-    return F.layer_norm(h, (C,), eps=1e-6) + F.layer_norm(h, (C,), eps=1e-2)
-
-
-def squared(p, h):
-    n = F.layer_norm(h, (C,))
-    return n * n
-
-
-REFUSED = {
-    per_token: "from row to row",
-    per_token_shift: "from row to row",
-    masked_rows: "from row to row",
-    whole_norm: "more than the last axis",
-    two_norms: "two norms",
-    squared: "from row to row",
-}
-
-
-@pytest.mark.parametrize("norm", REFUSED, ids=lambda f: f.__name__)
-def test_refused(norm):
-    gm, out = fused(lambda p: quantize(norm(p, p.x)))
-    assert (out.matched, out.applied) == (1, 0)
-    assert REFUSED[norm] in out.refused[0].reason
-    assert count(gm, PLAIN, RESIDUAL) == [0, 0]
-
-
-def test_modulation_that_differs_between_batches():
-    def f(p):
-        return quantize(F.layer_norm(p.x, (C,)) * (1 + p.x[:, :1]))
-
-    gm, out = fused(f, given(batch=2))
-    assert "from row to row" in out.refused[0].reason
-    assert count(gm, PLAIN, RESIDUAL) == [0, 0]
-
-
-def l2(p, h):
-    return F.normalize(h, dim=-1) * C**0.5
-
-
-def clamped(p, h):
-    return h * (h.square().mean(-1, keepdim=True).clamp(min=0.5)).rsqrt() * p.weight
-
-
-def eps_outside(p, h):
-    return (h - h.mean(-1, keepdim=True)) / (h.std(-1, correction=0, keepdim=True) + 1e-2)
-
-
-def sample_variance(p, h):
-    return (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True) + EPS).sqrt()
-
-
-def per_head(p, h):
-    return F.rms_norm(h.unflatten(-1, (4, C // 4)), (C // 4,)).flatten(-2)
-
-
-def over_tokens(p, h):
-    n = (h - h.mean(1, keepdim=True)) * (h.var(1, correction=0, keepdim=True) + EPS).rsqrt()
-    return n
-
-
-def another_row(p, h):
-    return h * torch.rsqrt(h.roll(1, 1).square().mean(-1, keepdim=True) + EPS)
-
-
-def half_centred(p, h):
-    return (h - 0.9 * h.mean(-1, keepdim=True)) * (
-        h.var(-1, correction=0, keepdim=True) + 1
-    ).rsqrt()
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [l2, clamped, eps_outside, sample_variance, per_head, over_tokens, another_row, half_centred],
-    ids=lambda f: f.__name__,
-)
-def test_other_norms_are_no_norms(norm):
-    gm, out = fused(lambda p: quantize(norm(p, p.x)))
-    assert (out.matched, out.applied) == (0, 0)
-    assert count(gm, PLAIN, RESIDUAL) == [0, 0]
-
-
-def test_one_row():
-    """With one row a vector and a row have one shape."""
-    gm, out = fused(
-        lambda p: quantize(ada_layer_norm(p, p.x + p.gate * F.linear(p.z, p.w))), given(tokens=1)
-    )
-    assert out.applied == 1
-    gm, out = fused(lambda p: quantize(F.layer_norm(p.x, (C,)) * p.x), given(tokens=1))
-    assert count(gm, PLAIN, RESIDUAL) == [1, 0]
 
 
 # ---- compiled ------------------------------------------------------------------------------------

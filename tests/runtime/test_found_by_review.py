@@ -2,13 +2,20 @@
 
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
+import copy
 import gc
+import threading
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import rtc
+from rtc.runtime import guard
+from rtc.runtime.prepare import CohortRuntime
+from rtc.runtime.refresh import Refresher
+from rtc.runtime.session import GraphRuntime
 
 from .models import EAGER, Attention, pair, rope, x
 
@@ -177,3 +184,164 @@ def test_a_refresh_keeps_no_view_of_the_cache():
     report = compiled.report().to_dict()["runtime"]
     assert not report["notes"]
     assert report["refreshed_slots"] < 30
+
+
+class PingPong(Attention):
+    """Two windows that go on at different rates: two cohorts that are laid out alike."""
+
+    def one(self, x, k, v, n):
+        q, a, b = self.qkv(x).view(1, x.shape[1], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        for cache, new in ((k, a), (v, b)):
+            cache.copy_(torch.cat([cache[:, :, n:], new[:, :, :n]], 2))
+        keys = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return self.o(F.scaled_dot_product_attention(q, keys, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x, a, b, step):
+        return self.one(x, *a, 3) + self.one(x, *b, 2) * 0.5
+
+
+@pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
+def test_caches_of_two_cohorts_may_change_places(options):
+    eager, _, compiled = pair(PingPong, options)
+    sides = [[torch.randn(1, 2, 14, 8).double() for _ in range(4)]]
+    sides.append([c.clone() for c in sides[0]])
+    with torch.no_grad():
+        for step in range(60):
+            (a, b), (c, d) = (
+                [s[:2], s[2:]] if step % 7 < 4 else [s[2:], s[:2]] for s in sides
+            )  # fmt: skip
+            have, want = compiled(x(step), c, d, step), eager(x(step), a, b, step)
+            torch.testing.assert_close(have, want, rtol=0, atol=1e-11)
+    compiled.materialize()
+    for have, want in zip(*sides, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-11)
+
+
+class Jumping(Base):
+    """A sink of two; positions of the others begin where the caller says."""
+
+    def forward(self, x, step, start):
+        q, k, v = self.new(x)
+        self.write(k, v, sink=2)
+        pos = torch.cat([torch.arange(2), torch.arange(2, 14) + 3 * (step - start)]).double()
+        q = rope(q, pos[-x.shape[1] :], self.freq)
+        return self.out(F.scaled_dot_product_attention(q, rope(self.k, pos, self.freq), self.v))
+
+
+@pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
+def test_a_refresh_that_dies_leaves_no_view_half_made(options, monkeypatch):
+    """Ctrl-C (or no memory) at a position reset, and the caller goes on without the reset."""
+    eager, _, compiled = pair(Jumping, options)
+    run = Refresher.run
+
+    def die(self, *args):
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for step in range(14):
+            args = x(step), step, step // 10 * 10
+            torch.testing.assert_close(compiled(*args), eager(*args))
+        with monkeypatch.context() as m:
+            m.setattr(Refresher, "run", die)
+            with pytest.raises(KeyboardInterrupt):
+                compiled(x(14), 14, 14)
+        for step in range(14, 30):
+            args = x(step), step, 10
+            torch.testing.assert_close(compiled(*args), eager(*args), rtol=0, atol=1e-11)
+
+
+class Divides(Sink):
+    def forward(self, x, step, left):
+        return super().forward(x, step + 60 // left)
+
+
+@pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
+def test_a_look_ahead_to_ints_that_never_come_raises_nothing(options):
+    """Every int goes on by one in the rehearsal: this one to zero, by which nothing divides."""
+    eager, _, compiled = pair(Divides, options)
+    with torch.no_grad():
+        for step in range(20):
+            args = x(step), step, -2 if step < 10 else 2
+            torch.testing.assert_close(compiled(*args), eager(*args))
+
+
+def test_each_of_two_compiled_models_puts_shared_caches_in_order():
+    torch.manual_seed(0)
+    eager = Sink()
+    model = copy.deepcopy(eager)
+    first, second = (rtc.compile(model, options=EAGER) for _ in range(2))
+    with torch.no_grad():
+        for step in range(8):
+            compiled = first if step < 4 else second
+            torch.testing.assert_close(compiled(x(step), step), eager(x(step), step))
+        second.materialize()
+        # asks nobody: what lies in memory is seen
+        lies = torch.from_dlpack(torch.utils.dlpack.to_dlpack(model.k))
+        torch.testing.assert_close(lies, eager.k)
+        for k in (lies, eager.k):
+            k.mul_(0.5)
+        second.invalidate()
+        del lies
+        for step in range(8, 30):
+            compiled = first if step % 3 == 0 else second
+            torch.testing.assert_close(compiled(x(step), step), eager(x(step), step))
+
+
+@pytest.mark.parametrize("where", [(CohortRuntime, "finish"), (guard, "possible"), (guard, "lift")])
+@pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
+def test_ctrl_c_after_the_step_leaves_no_cache_unwatched(options, where, monkeypatch):
+    """The caches lie in ring order then: whoever looks next must get them in order."""
+    eager, model, compiled = pair(Sink, options)
+    done = getattr(*where)
+
+    def die(*args):
+        monkeypatch.setattr(*where, done)
+        if where[1] == "lift":
+            done(*args)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for step in range(30):
+            given = x(step), step
+            if step == 14:
+                monkeypatch.setattr(*where, die)
+                with pytest.raises(KeyboardInterrupt):
+                    compiled(*given)
+                if where[1] == "lift":  # before the step
+                    torch.testing.assert_close(model.k + 0, eager.k)
+                    compiled(*given)
+                eager(*given)
+                torch.testing.assert_close(model.k + 0, eager.k)
+                torch.testing.assert_close(model.v + 0, eager.v)
+            else:
+                torch.testing.assert_close(compiled(*given), eager(*given))
+
+
+def test_two_models_in_two_threads(monkeypatch):
+    """A call lifts and guards the caches of all models: not in the middle of another's call."""
+    pairs, wrong, run = [pair(Sink) for _ in range(2)], [], GraphRuntime._run
+
+    def slow(self, *args):
+        time.sleep(1e-3)  # lets the other thread in
+        return run(self, *args)
+
+    def work(eager, compiled):
+        try:
+            with torch.no_grad():
+                for step in range(3, 40):
+                    torch.testing.assert_close(compiled(x(step), step), eager(x(step), step))
+        except BaseException as e:
+            wrong.append(e)
+
+    with torch.no_grad():
+        for eager, _, compiled in pairs:
+            for step in range(3):
+                torch.testing.assert_close(compiled(x(step), step), eager(x(step), step))
+    monkeypatch.setattr(GraphRuntime, "_run", slow)
+    threads = [threading.Thread(target=work, args=(e, c)) for e, _, c in pairs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
