@@ -29,19 +29,24 @@ def steps() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     found = [r for r in rows("step.jsonl") if " of " not in r["preset"]]
-    for r in latest(found, "preset", "machine", "config"):
+    for r in latest(found, "preset", "machine", "config", "world"):
         s = r["sides"]
         ms = [f"{s[k]['median_ms']:.0f} ms" for k in ("eager", "torch.compile", "rtc")]
         reset = s["rtc"].get("reset_ratio") or s["rtc"]["reset_over_median"]
         work = r["work"][0]
         what = r["preset"] + (", calibrated" if r["config"]["quantize"] == "calibrated" else "")
         out.append(
-            f"| {what}; {r['machine']}; {r['torch']} | {' | '.join(ms)} | "
+            f"| {what}; {_count(r)}{r['machine']}; {r['torch']} | {' | '.join(ms)} | "
             f"{r['speedup_over_stock']:.2f}x | {f'{reset:.2f}x' if reset else '-'} | "
             f"{work['before']['whole_cache_elements']:,} -> "
             f"{work['after']['whole_cache_elements']:,} |"
         )
     return out
+
+
+def _count(r: dict[str, Any]) -> str:
+    world = r.get("world", 1)
+    return f"{world} x " if world > 1 else ""
 
 
 def compiles() -> list[str]:

@@ -48,6 +48,10 @@ class Context:
     plan: CachePlan = field(init=False)
 
     def __post_init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Analyse the graph and make the plan, again after a "trace" pass changed the graph."""
         by_node = {i.node: i for i in self.inputs}
         self.host = HostInfo(self.gm.graph, by_node, lambda name: getattr(self.gm, name))
         self.plan = build(

@@ -3,7 +3,8 @@
 * ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
 * A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
   ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
-  and values may move and be read differently.
+  and values may move and be read differently. Two such axes in front count as one
+  (``nested_stacks.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import fx
 
 from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.host import InputInfo
+from rtc.passes.nested_stacks import flatten
 
 aten = torch.ops.aten
+
+_MOST = 128  # parts of a stack: the layers of a model
 
 _FILLS = {
     aten.new_zeros.default: 0,
@@ -34,7 +38,10 @@ def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     out = list(inputs)
     for info in inputs:
         if not info.is_int and (info.mutated or not info.parameter):
-            out += _unstack(gm, info, len(out))
+            flat = flatten(gm, info, _MOST)
+            out += _unstack(gm, info if flat is None else flat, len(out))
+            if flat is not None:
+                gm.graph.erase_node(flat.node)
     gm.graph.lint()
     return out
 
@@ -88,7 +95,7 @@ def _stack_axis(gm: fx.GraphModule, info: InputInfo) -> int | None:
             continue
         if node.target is aten.select_scatter.default:
             axis = int(node.args[2]) % rank  # type: ignore[call-overload]
-            if isinstance(node.args[3], int) and info.node.meta["val"].shape[axis] <= 8:
+            if isinstance(node.args[3], int) and info.node.meta["val"].shape[axis] <= _MOST:
                 return axis
         stack.extend(node.all_input_nodes)
     return None
@@ -111,7 +118,7 @@ def _taken_apart(info: InputInfo) -> int | None:
             return None
         found.add(int(axis) % val.dim())  # type: ignore[call-overload]
     axis = found.pop() if len(found) == 1 else None
-    return axis if axis is not None and val.shape[axis] in range(2, 9) else None
+    return axis if axis is not None and val.shape[axis] in range(2, _MOST + 1) else None
 
 
 class _Splitter:
@@ -135,9 +142,9 @@ class _Splitter:
             nodes.append(node)
             infos.append(
                 InputInfo(
-                    self.first + i, node, f"{source}[{':, ' * self.axis}{i}]",
+                    self.first + i, node, f"{source}[{':, ' * self.axis}{self._name(i)}]",
                     mutated=self.info.mutated, attribute=self.info.attribute,
-                    parent=self.info, part=(self.axis, i),
+                    parent=self.info.parent or self.info, part=(self.axis, i, self._axes),
                 )
             )  # fmt: skip
         self.parts[self.info.node] = nodes
@@ -159,6 +166,17 @@ class _Splitter:
             graph.erase_node(store)
         graph.eliminate_dead_code(_keep)
         return infos
+
+    @property
+    def _axes(self) -> int:
+        return self.info.part[2] if self.info.part is not None else 1
+
+    def _name(self, i: int) -> str:
+        if self._axes == 1:
+            return str(i)
+        assert self.info.parent is not None
+        per = int(self.info.parent.node.meta["val"].shape[1])
+        return f"{i // per}, {i % per}"
 
     def _plan(self) -> tuple[list[fx.Node], list[tuple[fx.Node, int]], list[fx.Node]]:
         """Whole-stack values in order, reads of one part, and the stores. Raises _GiveUp."""

@@ -51,7 +51,7 @@ def run(ctx: Context) -> Outcome:
     if out.applied:
         out.notes.append(f"{written} written out, {repeated} with repeated heads")
         dead_code(graph)
-        ctx.__post_init__()  # a plan of what the graph is now
+        ctx.renew()  # a plan of what the graph is now
     return out
 
 

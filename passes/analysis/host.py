@@ -45,13 +45,23 @@ class InputInfo:
     attribute: bool = False  # reached through a module attribute rather than a call argument
     parameter: bool = False
     parent: InputInfo | None = None  # of which this is one part: see passes/normalize.py
-    part: tuple[int, int] | None = None  # (axis, index)
+    # (axis, index, how many axes from there on count as one)
+    part: tuple[int, int, int] | None = None
 
     @property
     def deps(self) -> Deps:
         if self.is_int:
             return Deps.INT
         return Deps.CONST if self.attribute and not self.mutated else Deps.DATA
+
+
+def cut(tensor: torch.Tensor, part: tuple[int, int, int]) -> torch.Tensor:
+    """One part of a stacked tensor, sharing its memory; its axis stays, of size 1."""
+    axis, index, axes = part
+    if axes > 1:  # a view, or an error: never a copy
+        shape = tensor.shape
+        tensor = tensor.view(*shape[:axis], -1, *shape[axis + axes :])
+    return tensor.narrow(axis, index, 1)
 
 
 def _impure(node: fx.Node) -> bool:

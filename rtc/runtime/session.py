@@ -18,7 +18,7 @@ from torch import fx
 
 from rtc.errors import StateError
 from rtc.graphs.step import CaptureError
-from rtc.passes.analysis.host import HostProgram, InputInfo
+from rtc.passes.analysis.host import HostProgram, InputInfo, cut
 from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.tables import Lifted
 from rtc.passes.drift import LOOK_AHEAD
@@ -562,6 +562,6 @@ def _chunks(views: list[Any], slots: int, st: CohortState) -> Iterator[list[Any]
         yield views[i : i + size]
 
 
-def _cut(tensor: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, part: tuple[int, int, int] | None) -> torch.Tensor:
     assert part is not None
-    return tensor.narrow(part[0], part[1], 1)
+    return cut(tensor, part)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.errors import StateError
 from rtc.passes.analysis.fn import structural_key
+from rtc.passes.analysis.host import cut
 from rtc.passes.analysis.layout import Placement
 from rtc.passes.plan import Cohort
 from rtc.runtime.classes import ClassState
@@ -27,7 +28,7 @@ from rtc.runtime.classes import ClassState
 class Handle:
     """A cache by weak reference: a tensor of the user's, or one part of a stacked one."""
 
-    def __init__(self, tensor: torch.Tensor, part: tuple[int, int] | None) -> None:
+    def __init__(self, tensor: torch.Tensor, part: tuple[int, int, int] | None) -> None:
         self.ref, self.part = weakref.ref(tensor), part
         self.key = (id(tensor), part)
 
@@ -39,7 +40,7 @@ class Handle:
         """Whether the two share memory, as far as tensor objects tell."""
         if self.key[0] != other.key[0]:
             return False
-        if self.part is None or other.part is None or self.part[0] != other.part[0]:
+        if self.part is None or other.part is None or self.part[::2] != other.part[::2]:
             return True
         return self.part == other.part
 
@@ -47,7 +48,7 @@ class Handle:
         if self.part is None:
             return tensor
         with torch.no_grad():
-            return tensor.narrow(self.part[0], self.part[1], 1)
+            return cut(tensor, self.part)
 
 
 class Stamp:

@@ -8,7 +8,7 @@ All take positions from the step (slot order with a moving base: a kept slot kee
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, scaled_dot_product_attention, softmax
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, softmax
 
 from .registry import Form
 
@@ -123,6 +123,33 @@ class Stacked(nn.Module):
         return self.out(y.transpose(1, 2).reshape(1, 4, 24))
 
 
+class StackedLayers(nn.Module):
+    """Keys of all ten layers in one tensor, values in another, [layers, B, S, H, D]."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(16, 48).double() for _ in range(10))
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(10, 1, 10, 2, 8, dtype=torch.float64))
+
+    def forward(self, x, step):
+        ang = (torch.arange(10).double() + step % 7)[:, None] * 0.1 ** torch.arange(4).double()
+        cos, sin = ang.cos()[:, None].repeat(1, 1, 2), ang.sin()[:, None].repeat(1, 1, 2)
+
+        def rope(t, c, s):
+            return t * c + torch.cat((-t[..., 4:], t[..., :4]), -1) * s
+
+        for i, layer in enumerate(self.qkv):
+            q, k, v = layer(layer_norm(x, (16,))).view(1, -1, 3, 2, 8).unbind(2)
+            for cache, new in ((self.k[i], k), (self.v[i], v)):
+                cache[:, :-2] = cache[:, 2:].clone()
+                cache[:, -2:] = new
+            q, keys = rope(q, cos[-2:], sin[-2:]), rope(self.k[i], cos, sin)
+            y = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, keys, self.v[i])))
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
 class StackedCatOnce(nn.Module):
     """[2, B, H, S, D] again, written in one statement and taken apart by unbind."""
 
@@ -209,6 +236,13 @@ FORMS = [
         noise(1, 4, 6),
         expect={"hoist_rope": 1, "ring_cache": 2},
         notes="K and V are halves of one cache; only the K half is rotated",
+    ),
+    Form(
+        "layout_layers_bshd",
+        StackedLayers,
+        noise(1, 2, 16),
+        expect={"hoist_rope": 10, "ring_cache": 20},
+        notes="all layers' caches are parts of one",
     ),
     Form(
         "layout_2bhsd_cat_unbind",
