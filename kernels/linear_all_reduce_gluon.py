@@ -43,7 +43,10 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError:  # the CPU builds of torch come without triton, old tritons without Gluon
+
+    if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+        raise ImportError("a Gluon that is not Triton 3.6's: names changed since")
+except ImportError:  # the CPU builds of torch come without triton, other tritons with other Gluons
     triton = None
 
 if triton is not None:

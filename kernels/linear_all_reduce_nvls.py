@@ -180,9 +180,9 @@ if triton is not None:
     def _load_sum(address, TYPE: tl.constexpr):
         """16 bytes at each multicast address, summed over the ranks: four registers of two."""
         WHAT: tl.constexpr = "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4." + TYPE
-        FOUR: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
         return tl.inline_asm_elementwise(WHAT + " {$0, $1, $2, $3}, [$4];",
-                                         "=r,=r,=r,=r,l,~{memory}", [address], FOUR, False,
+                                         "=r,=r,=r,=r,l,~{memory}", [address],
+                                         (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False,
                                          1)  # fmt: skip
 
     @triton.jit

@@ -171,7 +171,7 @@ compiles = pytest.mark.skipif(
 
 
 @compiles
-def test_machine_code(tmp_path):
+def test_machine_code():
     c, world = InSwitch(), 8
     kernel = compiled(c, world)
     assert kernel.metadata.shared <= 227 * 1024
@@ -183,6 +183,18 @@ def test_machine_code(tmp_path):
         "multimem.st.relaxed.sys.global.v4.bf16x2": count,
     }
     assert "wgmma.mma_async" in ptx
+
+
+@compiles
+@pytest.mark.skipif(
+    nvls.triton is not None and not nvls.triton.__version__.startswith("3.6"),
+    reason="reads the PTX as the target's Triton 3.6 spells it",
+)
+def test_order_of_fences_and_flags(tmp_path):
+    c, world = InSwitch(), 8
+    kernel = compiled(c, world)
+    ptx = kernel.asm["ptx"]
+    count = 2 * (c.bm * c.bn // c.split * 2 // 16) // (32 * c.warps)
     steps = re.findall(
         r"bar\.sync|fence\.(?:proxy\.alias|acq_rel\.sys)|multimem\.\w+|ld\.global\.sys\.acquire"
         r"|atom\.global\.\w+\.\w+\.\w+|st\.global", ptx
