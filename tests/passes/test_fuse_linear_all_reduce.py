@@ -269,7 +269,7 @@ def test_other_collectives_are_no_sums():
 
 
 def test_sizes_that_change():
-    gm, out = run(plain, mode="symbolic")
+    gm, out = run(one_scale, mode="symbolic")
     assert [r.reason for r in out.refused] == ["sizes that change"]
     assert count(gm, FUSED) == [0]
 
