@@ -176,6 +176,16 @@ def prepared(group: str, m: int, n: int, dtype: torch.dtype) -> bool:
     return (group, m, n, dtype) in _SPACES
 
 
+def held(group: str) -> int:
+    """Workspaces of a group."""
+    return sum(key[0] == group for key in _SPACES)
+
+
+def drop(group: str, m: int, n: int, dtype: torch.dtype) -> None:
+    """Free one workspace, if it is there, before anything uses it."""
+    _SPACES.pop((group, m, n, dtype), None)
+
+
 def reserved() -> int:
     """Bytes of all workspaces on this GPU."""
     return sum(space.layout.bytes for space in _SPACES.values())

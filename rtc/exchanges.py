@@ -92,12 +92,10 @@ def prepare(gm: fx.GraphModule) -> list[str]:
             notes.append("fuse_linear_all_reduce: on a CPU parts are gathered and added")
             continue
         held = _kernel.reserved()
-        try:
-            with _disable_current_modes():  # tracing is going on around us
-                _kernel.prepare(s.group, s.m, s.n, s.dtype)
-        except (ValueError, RuntimeError) as e:
-            line = str(e).strip().splitlines()[0]
-            notes.append(f"[{s.m}, {s.n}] keeps the group's all-reduce: {line}")
+        with _disable_current_modes():  # tracing is going on around us
+            why = _without(s)
+        if why is not None:
+            notes.append(f"[{s.m}, {s.n}] keeps the group's all-reduce: {why}")
             continue
         size = _kernel.reserved()
         notes.append(
@@ -105,6 +103,34 @@ def prepare(gm: fx.GraphModule) -> list[str]:
             f"group write to, {size / 1e6:.0f} MB in all"
         )
     return notes
+
+
+def _without(s: fuse_linear_all_reduce.Shape) -> str | None:
+    """Why a shape gets no workspace, on no rank of its group; None where all ranks have it."""
+    most = fuse_linear_all_reduce.MOST
+    if not _kernel.prepared(s.group, s.m, s.n, s.dtype) and _kernel.held(s.group) >= most:
+        return f"{most} shapes have a workspace, and memory must not grow with every other one"
+    why = None
+    try:
+        _kernel.prepare(s.group, s.m, s.n, s.dtype)
+    except (ValueError, RuntimeError) as e:
+        why = str(e).strip().splitlines()[0]
+    # one that fell back alone would wait in an all-reduce for ranks that push tiles
+    first = next((w for w in _said(s.group, why) if w is not None), None)
+    if first is not None:
+        _kernel.drop(s.group, s.m, s.n, s.dtype)
+    return first
+
+
+def _said(group: str, what: str | None) -> list[str | None]:
+    """What every rank of a group says."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    pg = c10d._resolve_process_group(group)  # type: ignore[arg-type,attr-defined]
+    out: list[str | None] = [None] * pg.size()
+    dist.all_gather_object(out, what, group=pg)
+    return out
 
 
 def meet(gm: fx.GraphModule) -> None:

@@ -377,3 +377,34 @@ def test_what_inductor_would_move_about():
     gm, _ = run(lambda *p: total(product(*p)) + total(product(*p), "max"))
     assert exchanges.unordered(gm) == [str(FUSED)]
     assert exchanges.unordered(fx.GraphModule({}, fx.Graph())) == []
+
+
+# -- workspaces ------------------------------------------------------------------------------------
+
+
+def test_workspaces_of_a_group_are_few_and_on_all_ranks_or_none(monkeypatch):
+    made = {}
+    monkeypatch.setattr(kernel, "_SPACES", made)
+    monkeypatch.setattr(kernel, "prepare", lambda *key: made.setdefault(key, 1))
+    others = [None]
+    monkeypatch.setattr(exchanges, "_said", lambda group, why: [why, *others])
+
+    def shape(m):
+        return fuse.Shape("g", m, N, BF16)
+
+    others[:] = ["rank 1 is out of memory"]
+    assert exchanges._without(shape(1)) == "rank 1 is out of memory"
+    assert not made
+    others[:] = [None]
+    for m in range(fuse.MOST):
+        assert exchanges._without(shape(m)) is None
+    assert exchanges._without(shape(0)) is None, "a known one"
+    assert "must not grow" in exchanges._without(shape(99))
+    assert len(made) == fuse.MOST
+
+    def fails(*key):
+        raise RuntimeError("no peer access")
+
+    made.clear()
+    monkeypatch.setattr(kernel, "prepare", fails)
+    assert exchanges._without(shape(1)) == "no peer access"
