@@ -40,9 +40,10 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench.all_reduce.candidates import Candidate, candidates
+from bench.all_reduce.candidates import Candidate, candidates, followed
 from bench.all_reduce.check import everything
 from bench.all_reduce.ranks import Operands, Ranks
+from bench.power import Sampler
 
 CALLS, SETS = 20, 4
 
@@ -58,6 +59,8 @@ def main() -> None:
     p.add_argument(
         "--skip-baselines", action="store_true", help="all but cuBLAS without and with NCCL"
     )
+    p.add_argument("--norm", action="store_true", help="with the residual and norm that follow")
+    p.add_argument("--sustain", type=float, default=0, metavar="S", help="then seconds a side")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--limit", type=float, default=200, help="seconds until the watchdog bites")
     p.add_argument("--out", default="bench/results/linear_all_reduce.jsonl")
@@ -87,7 +90,8 @@ def times(ranks: Ranks, args: argparse.Namespace, m: int, n: int, k: int) -> Non
     sets = [ranks.operands(m, n, k, seed) for seed in range(SETS)]
     rows: dict[str, dict[str, Any]] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    chosen = candidates(ranks, m, n, args.sweep, not args.skip_baselines)
+    make = followed if args.norm else candidates
+    chosen = make(ranks, m, n, args.sweep, not args.skip_baselines)
     if args.only:
         optional = ("fused", "alone")
         chosen = [
@@ -95,6 +99,7 @@ def times(ranks: Ranks, args: argparse.Namespace, m: int, n: int, k: int) -> Non
         ]
     for c in chosen:
         row, why = ranks.attempt(f"capture {c.name}", lambda c=c: captured(ranks, c, sets))
+        ranks.say(f"  {ranks.watchdog.elapsed():4.0f} s {c.name}: {why or row[1] or 'right'}")
         rows[c.name] = c.described()
         if why:
             rows[c.name]["failed"] = why
@@ -115,12 +120,20 @@ def times(ranks: Ranks, args: argparse.Namespace, m: int, n: int, k: int) -> Non
             t = samples[c.name]
             p95 = sorted(t)[int(0.95 * (len(t) - 1))]
             rows[c.name] |= {"median_us": statistics.median(t), "p95_us": p95}
+            if args.sustain:
+                count = [max(2, int(args.sustain * 5e5 / CALLS / statistics.median(t)))]
+                dist.broadcast_object_list(count)  # as many on all ranks, or they never meet
+                power, why = ranks.attempt(
+                    f"sustain {c.name}", lambda g=graphs[c.name], k=count[0]: sustained(g, k)
+                )
+                rows[c.name] |= {"failed": why} if why else power
             if c.finish is not None:
                 _, rows[c.name]["late"] = ranks.attempt(f"finish {c.name}", c.finish)
     if ranks.rank == 0:
         show(rows, m, n, k, ranks.world)
         head = heading()
-        line = {"bench": "linear_all_reduce", "M": m, "N": n, "K": k, "world": ranks.world}
+        line = {"bench": "linear_all_reduce", "M": m, "N": n, "K": k, "world": ranks.world,
+                "norm": args.norm}  # fmt: skip
         for name, row in rows.items():
             write(args.out, {**head, **line, "rounds": args.rounds, "name": name, **row})
 
@@ -131,7 +144,10 @@ def captured(ranks: Ranks, c: Candidate, sets: list[Operands]) -> tuple[torch.cu
     for args in sets[:2]:
         y = call(args)
         if c.kind in ("unfused", "fused") and not c.raw:
-            wrong = wrong or ranks.verify(y, args)
+            if c.norm is None:
+                wrong = wrong or ranks.verify(y, args)
+            else:
+                wrong = wrong or ranks.verify_norm(y, args, c.norm)
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
@@ -150,6 +166,23 @@ def replayed(graph: torch.cuda.CUDAGraph) -> float:
     b.record()
     b.synchronize()
     return a.elapsed_time(b) * 1e3 / CALLS
+
+
+def sustained(graph: torch.cuda.CUDAGraph, replays: int) -> dict[str, Any]:
+    """Microseconds a call, power and joules of this rank's GPU once its clocks have settled."""
+    for count in (replays, replays):
+        dist.barrier()
+        torch.cuda.synchronize()
+        with Sampler("cuda", every=0.1) as sampler:
+            a = time.perf_counter()
+            for i in range(count):
+                graph.replay()
+                if i % 20 == 19:
+                    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            us = (time.perf_counter() - a) * 1e6 / count / CALLS
+    power = sampler.summary() or {"power_w": float("nan"), "sm_mhz": float("nan")}
+    return {"sustained_us": us, "power": power, "joules": power["power_w"] * us / 1e6}
 
 
 def show(rows: dict[str, dict[str, Any]], m: int, n: int, k: int, world: int) -> None:
@@ -173,6 +206,9 @@ def show(rows: dict[str, dict[str, Any]], m: int, n: int, k: int, world: int) ->
         summed = r["kind"] in ("unfused", "fused")
         r["hidden"] = 1 - over / (nccl - product) if summed else None
         hidden = "" if r["hidden"] is None else f"{r['hidden']:8.0%}"
+        if "sustained_us" in r:
+            hidden += f"{r['sustained_us']:9.1f}{r['power']['power_w']:6.0f} W"
+            hidden += f"{r['power']['sm_mhz']:6.0f} MHz{r['joules']:8.4f} J"
         note = "".join(f"  {key.upper()}: {r[key]}" for key in ("wrong", "late") if r.get(key))
         print(f"  {label:30}{r['median_us']:8.1f}{r['p95_us']:8.1f}{over:8.1f}{hidden}{note}")
 

@@ -84,17 +84,21 @@ def full_step() -> list[str]:
     return out
 
 
-def sums() -> list[str]:
-    """The fused linear + all-reduce beside its parts, the best of each kind."""
+def sums(norm: bool = False) -> list[str]:
+    """The fused linear + all-reduce beside its parts, the best of each kind. norm: with what
+    follows, at the power limit too."""
     found = [r for r in rows("linear_all_reduce.jsonl") if "median_us" in r]
+    found = [r for r in found if bool(r.get("norm")) == norm and "note" not in r]
     if not found:
         return []
     found = latest(found, "name", "world")
     head = found[-1]
+    what = "FP8 linear + all-reduce" + " + residual + norm + FP8" * norm
+    more = " in a sequence of seconds |" * norm
     out = [
-        f"| FP8 linear + all-reduce, [{head['M']}, {head['K']}] x {head['N']}, {head['world']} "
-        f"{head['machine']} | us | of the all-reduce hidden |",
-        "|---|---|---|",
+        f"| {what}, [{head['M']}, {head['K']}] x {head['N']}, {head['world']} {head['machine']} "
+        f"| us | of the all-reduce hidden |{more}",
+        "|---|---|---|" + "---|" * norm,
     ]
     best: dict[str, dict[str, Any]] = {}
     for r in sorted(found, key=lambda r: r["median_us"]):
@@ -104,8 +108,14 @@ def sums() -> list[str]:
         best.setdefault(design or r["name"], r)
     for kind, r in best.items():
         label = f"fused, {kind.lower()} ({r['name']})" if r["kind"] == "fused" else r["name"]
-        out.append(f"| {label} | {r['median_us']:.0f} | {_of(r.get('hidden'), '{:.0%}')} |")
+        line = f"| {label} | {r['median_us']:.0f} | {_of(r.get('hidden'), '{:.0%}')} |"
+        lasting = f" {_of(r.get('sustained_us'), '{:.0f} us')}, {_watts(r)} |" * norm
+        out.append(line + lasting)
     return out
+
+
+def _watts(r: dict[str, Any]) -> str:
+    return _of((r.get("power") or {}).get("power_w"), "{:.0f} W")
 
 
 def _of(x: float | None, form: str) -> str:
@@ -195,7 +205,16 @@ def main() -> None:
     text = readme.read_text()
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
-    parts = [full_step(), sums(), waterfall(), numerics(), kernels(), steps(), compiles()]
+    parts = [
+        full_step(),
+        sums(),
+        sums(norm=True),
+        waterfall(),
+        numerics(),
+        kernels(),
+        steps(),
+        compiles(),
+    ]
     body = "\n".join(["", *(line for part in parts if part for line in (*part, ""))])
     readme.write_text(f"{head}{BEGIN}{body}{END}{tail}")
     picture()

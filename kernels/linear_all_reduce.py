@@ -17,10 +17,12 @@ roundings where there are more than two ranks), or, on the CPU, gathers the part
 above. Which way a call takes depends on nothing that may differ between ranks. Nothing is allocated
 per shape.
 
-Designs, chosen by ``TABLE`` or ``prepare``'s config: ``Movers`` (linear_all_reduce_movers.py: one
-kernel), ``Copies`` (linear_all_reduce_copies.py: cuBLAS and copy engines; with ``raw``, parts are
-rounded before their scales, not after) and ``Specialized`` (linear_all_reduce_gluon.py: one kernel
-of specialized warps, in Gluon). None of these uses multicast. ``InSwitch``
+Designs, chosen by ``TABLE`` or ``prepare``'s config: ``Rows`` (linear_all_reduce_rows.py: cuBLAS,
+then a kernel that sums by rows; parts are rounded before their scales, not after, and y once),
+``Movers`` (linear_all_reduce_movers.py: one kernel), ``Copies`` (linear_all_reduce_copies.py:
+cuBLAS and copy engines; with ``raw``, parts are rounded as in ``Rows``) and ``Specialized``
+(linear_all_reduce_gluon.py: one kernel of specialized warps, in Gluon). None of these uses
+multicast. ``InSwitch``
 (linear_all_reduce_nvls.py) does: it is taken only where ``prepare`` is given one that consents, and
 has not run.
 
@@ -42,10 +44,12 @@ from rtc.kernels import linear_all_reduce_copies as copies
 from rtc.kernels import linear_all_reduce_gluon as specialized
 from rtc.kernels import linear_all_reduce_movers as movers
 from rtc.kernels import linear_all_reduce_nvls as nvls
+from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
 from rtc.kernels.linear_all_reduce_nvls import InSwitch
+from rtc.kernels.linear_all_reduce_rows import Rows, RowsLayout
 from rtc.kernels.linear_all_reduce_space import ERROR, Layout, Space
 from rtc.kernels.linear_fp8 import check as check_linear
 from rtc.kernels.linear_fp8 import linear_fp8
@@ -56,6 +60,7 @@ __all__ = [
     "Copies",
     "InSwitch",
     "Movers",
+    "Rows",
     "Specialized",
     "check",
     "error_words",
@@ -66,7 +71,7 @@ __all__ = [
     "reserved",
 ]
 
-Config = Movers | Copies | Specialized | InSwitch
+Config = Rows | Movers | Copies | Specialized | InSwitch
 Key = tuple[str, int, int, torch.dtype]
 
 # (major compute capability, M, N, world) -> design; medians on two H200.
@@ -94,12 +99,19 @@ def default(m: int, n: int, multiprocessors: int) -> Movers:
 
 
 def prepare(
-    group: str, m: int, n: int, dtype: torch.dtype = torch.bfloat16, config: Config | None = None
+    group: str,
+    m: int,
+    n: int,
+    dtype: torch.dtype = torch.bfloat16,
+    config: Config | None = None,
+    normed: bool = False,
 ) -> int:
     """Allocate and exchange the workspace for results [m, n]; its bytes on this GPU.
 
     A collective: every rank of ``group`` (a process group's ``group_name``) calls it, with the same
-    arguments, before compiling and capturing. Known shapes return at once. Memory stays until
+    arguments, before compiling and capturing. ``normed``: most sums go on to a norm
+    (``rtc::linear_all_reduce_norm``): design ``Rows``. Known shapes return at once. Memory stays
+    until
     ``release``. Raises ValueError on an unknown group, and where ranks disagree or the design does
     not fit.
     """
@@ -121,6 +133,10 @@ def prepare(
         raise ValueError("linear_all_reduce: prepare must be called before CUDA graph capture")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
+    if config is None and normed:
+        config = Rows(multiprocessors=properties.multi_processor_count)
+        if _refusal(config, m, n, world, dtype, properties):
+            config = None
     if config is None:
         config = TABLE.get((properties.major, m, n, world))
         if config is None or _refusal(config, m, n, world, dtype, properties):
@@ -132,8 +148,8 @@ def prepare(
         raise ValueError(f"linear_all_reduce: ranks disagree on the workspace: {said}")
     if refused:
         raise ValueError(f"linear_all_reduce: {refused}")
-    kind = nvls.Pair if isinstance(config, InSwitch) else Layout
-    layout = kind(world, m, n, config.marks(m, n), dtype)
+    kinds: dict[type, Any] = {InSwitch: nvls.Pair, Rows: RowsLayout}
+    layout = kinds.get(type(config), Layout)(world, m, n, config.marks(m, n), dtype)
     space = Space.allocate(pg, layout, config, device)
     if isinstance(config, InSwitch):
         why: list[Any] = [None] * world
@@ -162,6 +178,10 @@ def _refusal(
         why = room.refusal(config, world, properties)
         if why:
             return why
+    elif isinstance(config, Rows):
+        why = rows.refusal(config, m, n, world, dtype, properties)
+        if why:
+            return why
     elif dtype != torch.bfloat16:
         return f"cuBLAS rounds row-wise scaled products to bfloat16, not {dtype}"
     try:
@@ -174,6 +194,17 @@ def _refusal(
 def prepared(group: str, m: int, n: int, dtype: torch.dtype) -> bool:
     """Whether calls of this shape take the fused kernels."""
     return (group, m, n, dtype) in _SPACES
+
+
+def space_of(group: str, x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> Space | None:
+    """The workspace that a call takes."""
+    return _SPACES.get((group, x.shape[0], w.shape[0], dtype)) if x.is_cuda else None
+
+
+def by_rows(group: str, m: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether that workspace serves ``rtc::linear_all_reduce_norm``."""
+    space = _SPACES.get((group, m, n, dtype))
+    return space is not None and isinstance(space.config, Rows)
 
 
 def held(group: str) -> int:
@@ -261,6 +292,8 @@ def run(
     x, w = _fitting(x), _fitting(w)
     if isinstance(space.config, Movers):
         return movers.launch(space, x, w, x_scale, w_scale)
+    if isinstance(space.config, Rows):
+        return rows.launch(space, x, w, x_scale, w_scale)[0]
     if isinstance(space.config, Specialized):
         return specialized.launch(space, x, w, x_scale, w_scale)
     if isinstance(space.config, InSwitch):
@@ -310,7 +343,7 @@ def linear_all_reduce(
             raise ValueError(
                 f"linear_all_reduce: group {group!r} has {size} ranks, not the {world} of this call"
             )
-        space = _SPACES.get((group, x.shape[0], w.shape[0], dtype)) if x.is_cuda else None
+        space = space_of(group, x, w, dtype)
         if space is not None:
             return run(space, x, w, x_scale, w_scale)
     return unfused(x, w, x_scale, w_scale, dtype, world, group)

@@ -92,7 +92,7 @@ class Space:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Any,  # a Layout, or what the design has instead
         rank: int,
         peers: list[torch.Tensor],
         config: Any,
@@ -111,7 +111,7 @@ class Space:
         self.calls = 0
 
     @classmethod
-    def allocate(cls, group: Any, layout: Layout, config: Any, device: torch.device) -> Space:
+    def allocate(cls, group: Any, layout: Any, config: Any, device: torch.device) -> Space:
         """Collective over ``group``: the buffer, its exchange, and a barrier after both."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
@@ -132,7 +132,7 @@ class Space:
                 raise RuntimeError("symmetric memory: get_buffer is not at the tensor's own offset")
             peers[rank] = buffer
             space = cls(layout, rank, peers, config, handle)
-            space.side = torch.cuda.Stream(device)
+            space.side = torch.cuda.Stream(device, priority=-1)
             torch.cuda.synchronize(device)
             dist.barrier(group)
         return space
@@ -164,7 +164,9 @@ if triton is not None:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         if seen - want < 0:
             # Wait in full only once: a peer that is gone would cost the limit for each tile.
-            polls = tl.where(tl.load(error, volatile=True) != 0, limit, 0)
+            # An atomic: one value for all threads, as there are barriers in the loop.
+            late = tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0
+            polls = tl.where(late, limit, 0)
             while (seen - want < 0) & (polls < limit):
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
                 polls += 1

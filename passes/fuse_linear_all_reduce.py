@@ -22,12 +22,13 @@ ranks; with two ranks these are the all-reduce's own bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from rtc.kernels import linear_all_reduce as _kernel
+from rtc.kernels import linear_all_reduce_norm as _normed  # registers the op
 from rtc.passes.analysis.collectives import is_wait
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val
@@ -37,6 +38,7 @@ aten = torch.ops.aten
 
 _LINEAR = torch.ops.rtc.linear_fp8.default
 _FUSED = torch.ops.rtc.linear_all_reduce.default
+_NORMED = torch.ops.rtc.linear_all_reduce_norm.default
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _DTYPES = (torch.bfloat16, torch.float16)
 MOST = 4  # workspaces of a group: a model has one steady shape, or a few
@@ -44,12 +46,13 @@ MOST = 4  # workspaces of a group: a model has one steady shape, or a few
 
 @dataclass(frozen=True)
 class Shape:
-    """What one workspace serves."""
+    """What one workspace serves; ``normed``: sums that go on to a norm, too."""
 
     group: str
     m: int
     n: int
     dtype: torch.dtype
+    normed: bool = False
 
 
 @dataclass
@@ -200,12 +203,14 @@ def _replace(graph: fx.Graph, found: _Pair) -> None:
 
 def shapes(graph: fx.Graph) -> list[Shape]:
     """What workspaces a graph wants, in its order, which is that of all ranks."""
-    found: dict[Shape, None] = {}
+    found: dict[Shape, bool] = {}
     for n in graph.nodes:
-        if n.target is _FUSED:
-            m, k = val(n).shape
-            found[Shape(arg_by_name(n, "group"), m, k, val(n).dtype)] = None
-    return list(found)
+        if n.target in (_FUSED, _NORMED):
+            v = val(n)[0] if n.target is _NORMED else val(n)
+            rows, columns = v.shape
+            s = Shape(arg_by_name(n, "group"), rows, columns, v.dtype)
+            found[s] = found.get(s, False) or n.target is _NORMED
+    return [replace(s, normed=normed) for s, normed in found.items()]
 
 
 PASS = Pass(
@@ -216,3 +221,5 @@ PASS = Pass(
     stage="graph",
     own_kernels=True,
 )
+
+del _normed

@@ -159,8 +159,11 @@ def _product(rows: Rows, node: Any) -> bool:
 
 
 def run(ctx: Context) -> Outcome:
+    return fuse(ctx.gm.graph)
+
+
+def fuse(graph: fx.Graph) -> Outcome:
     out = Outcome()
-    graph = ctx.gm.graph
     groups: dict[tuple[fx.Node, float], list[RowQuantizer]] = {}
     for found in quantizer.find(graph):
         groups.setdefault((found.x, found.floor), []).append(found)

@@ -10,6 +10,7 @@ from torch import fx
 from rtc.passes import (
     fp8_attention,
     fp8_linear,
+    fuse_all_reduce_norm,
     fuse_linear_all_reduce,
     fuse_modulate_quantize,
     fuse_pre_attention,
@@ -39,6 +40,7 @@ PIPELINE: tuple[Pass, ...] = (
     fuse_modulate_quantize.PASS,
     fp8_linear.PASS,
     fuse_linear_all_reduce.PASS,
+    fuse_all_reduce_norm.PASS,
 )
 
 

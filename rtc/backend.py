@@ -7,8 +7,8 @@ Dynamo graph -> SDPA as one opaque op -> AOTAutograd (functional ATen, mutation 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._library.fake_class_registry import FakeScriptObject
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc import constants, dtensor, exchanges, region_ops, regions
@@ -68,6 +69,7 @@ class Compiler:
     # set while a graph is traced again with constant tensor sizes: the ints that stay symbolic
     static: tuple[str, ...] | None = None
     ranks: Ranks = field(default_factory=Ranks)  # the others that run this model's collectives
+    called: float | None = None  # when the call began that may compile, by time.perf_counter()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -79,7 +81,6 @@ class Compiler:
             raise
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        started = time.perf_counter()
         if torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
         ):
@@ -89,6 +90,9 @@ class Compiler:
             )
         report = GraphReport(name=f"graph {len(self.graphs)}")
         self.graphs.append(report)
+        if self.called is not None:
+            report.starts(self.called)
+            report.ends("dynamo")
         _refuse_host_reads(gm)
         hide_attention(gm)
         dtensor.prepare(gm)
@@ -97,42 +101,53 @@ class Compiler:
         self.on_phase("tracing")
 
         def inner(functional: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            report.seconds["tracing"] = time.perf_counter() - started
-            return self._compile(functional, inputs, sources, report)
+            report.ends("tracing")
+            return self._compile(functional, inputs, sources, report, quiet)
 
-        compiled = aot_module_simplified(
-            gm,
-            list(example_inputs),
-            fw_compiler=inner,
-            inference_compiler=inner,
-            decompositions={},
-            keep_inference_input_mutations=True,
-        )
-        session = self.session
+        with _Uncollected() as quiet:
+            compiled = aot_module_simplified(
+                gm,
+                list(example_inputs),
+                fw_compiler=inner,
+                inference_compiler=inner,
+                decompositions={},
+                keep_inference_input_mutations=True,
+            )
+        report.ends("runtime")
+        session, first = self.session, True
         wrapped = [i for i, x in enumerate(example_inputs) if is_traceable_wrapper_subclass(x)]
 
         def run(*args: Any) -> Any:
             # a cache may be what a wrapper holds: writes to it are counted there
+            nonlocal first
+            if first:
+                report.ends("guards")
             held = [t for i in wrapped for _, t in _parts("", args[i])]
             session.before_graph([*args, *held] if held else args)
             try:
                 return compiled(*args)
             finally:
                 session.after_graph()
+                if first:
+                    first = False
+                    report.ends("first run")
                 if session.write_back:
                     guard_all(session.note)
 
         return run
 
     def _compile(
-        self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport
-    ) -> Callable[..., Any]:
+        self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport,
+        quiet: _Uncollected,
+    ) -> Callable[..., Any]:  # fmt: skip
         inputs = _inputs(gm, sources)
         sample = {i.node: _hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
+        report.ends("passes")
         parties = [] if self.dry else self.ranks.join(gm, self.options)
+        if parties:
+            report.ends("ranks")
         plain = copied(gm)
-        t0 = time.perf_counter()
         report.before(gm, inputs)
         try:
             result = pipeline.run(
@@ -148,26 +163,29 @@ class Compiler:
             )
         except IllegalCombination as e:
             raise OptionsError(str(e)) from None
-        report.seconds["passes"] = time.perf_counter() - t0
         assert result.rewritten.gm is not None
         new = result.rewritten.gm
         managed = any(c.order != "plain" for c in result.plan.cohorts)
         whole = self._whole(new, inputs)
         if whole is not None and exchanges.fused(new):
-            outcome = result.outcomes["fuse_linear_all_reduce"][2]
-            exchanges.undo(new, outcome, f"Inductor would not keep the order of sums: {whole}")
+            why = f"Inductor would not keep the order of sums: {whole}"
+            exchanges.undo(new, result.outcomes, why)
         report.after(new, result)
+        report.ends("passes")
         if self.dry:
             return make_boxed_func(plain.forward)
         self.ranks.agree(parties, self.options, inputs, sample, plain, new)
-        exchanges.alike([plain, result.traced], new)
+        exchanges.alike([plain, result.traced], new, result.outcomes)
         report.notes += exchanges.prepare(new)
-        t0 = time.perf_counter()
+        exchanges.settle([plain, result.traced], new, result.outcomes)
+        if parties:
+            report.ends("ranks")
+        quiet.end()  # code is tried out on the device from here on: no memory is held for nothing
         self.on_phase("code generation")
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
             run = self._lower(new if fused else plain, list(fakes), report)
-            report.seconds[self.options.lowering] = time.perf_counter() - t0
+            report.ends(self.options.lowering)
             return _owned(run, inputs, self.session)
         parts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
         extras = [n.meta["val"] for n in result.rewritten.nodes]
@@ -180,17 +198,17 @@ class Compiler:
             why = f"Inductor would not keep {loose[0]} in its place: {whole}"
             report.notes.append(f"runs op by op: {why}")
             show_attention(new)
-            run = make_boxed_func(new.forward)
+            run = _boxed(new)
         else:
             run = self._lower(new, [*fakes, *parts, *extras], report, constant)
-        report.seconds[self.options.lowering] = time.perf_counter() - t0
+        report.ends(self.options.lowering)
         lowered: list[Callable[..., Any]] = []
 
         def fallback(args: list[Any]) -> Any:
             # the untouched graph, op by op: rare calls only, so it is not worth a compile
             if not lowered:
                 show_attention(plain)
-                lowered.append(make_boxed_func(regions.early_writes(plain).forward))
+                lowered.append(_boxed(regions.early_writes(plain)))
             return lowered[0](args)
 
         def measured(
@@ -304,12 +322,37 @@ class Compiler:
 
     def _lower_one(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
         if self.options.lowering == "eager":
-            return make_boxed_func(gm.forward)
+            return _boxed(gm)
         from torch._inductor.compile_fx import compile_fx
 
         with torch._inductor.config.patch(dict(self.options.inductor)):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
+
+
+def _boxed(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Runs a graph op by op; its code is made now, not in every call's way."""
+    _LazyGraphModule.force_recompile(gm)
+    return make_boxed_func(gm.forward)
+
+
+class _Uncollected:
+    """No collections of cyclic garbage: a traced model is millions of objects, all of them alive,
+    and to walk them again and again took 8 of 53 s of a first call (60 layers in 4 denoising
+    passes, narrow ones, on a CPU)."""
+
+    def __enter__(self) -> _Uncollected:
+        self.on = gc.isenabled()
+        gc.disable()
+        return self
+
+    def end(self) -> None:
+        if self.on:
+            self.on = False
+            gc.enable()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
 
 
 class _Watch(fx.Interpreter):

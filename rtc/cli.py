@@ -135,6 +135,7 @@ def _json(p: argparse.ArgumentParser) -> None:
 _CONSENT = {
     "quantize_kv": "an FP8 cache for a model that has none (changes numerics)",
     "fp8_attention": "attention over FP8 keys and values (changes numerics)",
+    "fuse_all_reduce_norm": "rows normed by one rank for all: all but the linears is replicated",
 }
 
 
@@ -159,8 +160,9 @@ def options_of(args: argparse.Namespace) -> Options:
     lowering = getattr(args, "lowering", "inductor")  # explain generates no code
     options = Options(
         quantize=args.quantize, lowering=lowering,
-        quantize_kv="quantize_kv" in said, fp8_attention="fp8_attention" in said,
         rank_timeout_s=getattr(args, "rank_timeout", Options.rank_timeout_s),
+        quantize_kv="quantize_kv" in said, fp8_attention="fp8_attention" in said,
+        fuse_all_reduce_norm="fuse_all_reduce_norm" in said,
     )  # fmt: skip
     return without(options, off)
 

@@ -103,7 +103,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
-        started = time.perf_counter()
+        started = self._compiler.called = time.perf_counter()
         session.before_call()
         try:
             with self._compiler.ranks:
@@ -129,7 +129,7 @@ class Compiled:
             "compiled without the cache passes"
         )
         self._session.release_all()
-        plain = replace(self._compiler, options=self._options.without_passes())
+        plain = replace(self._compiler, options=self._options.without_passes(), called=None)
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ likes, the fused one too. So a graph that it compiles as a whole has none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,9 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.errors import RtcError, UnsupportedError
 from rtc.kernels import linear_all_reduce as _kernel
-from rtc.passes import fp8_linear, fuse_linear_all_reduce
+from rtc.passes import (
+    fp8_linear,
+    fuse_all_reduce_norm,
+    fuse_linear_all_reduce,
+    fuse_modulate_quantize,
+)
 from rtc.passes.analysis.collectives import issued, issues
-from rtc.passes.base import Outcome
+from rtc.passes.base import Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name
 from rtc.passes.plan import Refusal
 
@@ -37,29 +42,74 @@ def fused(gm: fx.GraphModule) -> bool:
     return bool(fuse_linear_all_reduce.shapes(gm.graph))
 
 
-def alike(others: Sequence[fx.GraphModule | None], rewritten: fx.GraphModule) -> None:
+Outcomes = Mapping[str, tuple[Pass, bool, Outcome]]  # by the pass's name
+
+
+def alike(
+    others: Sequence[fx.GraphModule | None], rewritten: fx.GraphModule, outcomes: Outcomes
+) -> None:
     """Fuse in the other graphs of a compile what was fused in ``rewritten``.
 
     Raises UnsupportedError where that is not possible.
     """
     if not fused(rewritten):
         return
-    for gm in others:
-        if gm is None:
-            continue
+    graphs = [gm for gm in others if gm is not None]
+    for gm in graphs:
+        if _normed(rewritten):  # before fp8_linear, as in the pipeline
+            fuse_modulate_quantize.fuse(gm.graph)
         fp8_linear.rewrite(gm.graph)
         fuse_linear_all_reduce.fuse(gm.graph, steady=True)
+        if _normed(rewritten):
+            fuse_all_reduce_norm.fuse(gm.graph)
+    if any(issued(gm.graph) != issued(rewritten.graph) for gm in graphs):
+        _apart([rewritten, *graphs], outcomes, "the plain path has no such norms")
+    for gm in graphs:
+        gm.graph.lint()
         gm.recompile()
         if issued(gm.graph) != issued(rewritten.graph):
             raise UnsupportedError(
                 "the plain path of this model would exchange other data between ranks than the "
                 "compiled one: compile with Options(passes={'fuse_linear_all_reduce': False})"
             )
+    if outcomes["fuse_all_reduce_norm"][1]:  # switched on, on all ranks
+        _compared(rewritten)
 
 
-def undo(gm: fx.GraphModule, outcome: Outcome, why: str) -> None:
-    """The sums of a graph by torch's own collective again, and the pass's outcome as if refused."""
+def _compared(gm: fx.GraphModule) -> None:
+    """Raise UnsupportedError where ranks of a group would exchange different things by now."""
+    mine = "\n".join(issued(gm.graph))
+    for group in dict.fromkeys(s.group for s in fuse_linear_all_reduce.shapes(gm.graph)):
+        with _disable_current_modes():
+            said = _said(group, mine)
+        if any(s != mine for s in said):
+            raise UnsupportedError(
+                "ranks found different norms behind their sums: compile without "
+                "Options(fuse_all_reduce_norm=True)"
+            )
+
+
+def _apart(graphs: Sequence[fx.GraphModule], outcomes: Outcomes, why: str) -> None:
+    """Sums for all rows and norms behind them, in all graphs of a compile, as if refused."""
+    done = outcomes["fuse_all_reduce_norm"][2]
+    for n in [n for n in graphs[0].graph.nodes if n.target is fuse_all_reduce_norm.BOTH]:
+        done.applied -= 1
+        done.refused.append(Refusal.at(why, n))
+    done.notes.clear()
+    for gm in graphs:
+        fuse_all_reduce_norm.split(gm.graph)
+        gm.recompile()
+
+
+def _normed(gm: fx.GraphModule) -> bool:
+    return any(n.target is fuse_all_reduce_norm.BOTH for n in gm.graph.nodes)
+
+
+def undo(gm: fx.GraphModule, outcomes: Outcomes, why: str) -> None:
+    """The sums of a graph by torch's own collective again, and outcomes as if refused."""
     graph = gm.graph
+    outcome = outcomes["fuse_linear_all_reduce"][2]
+    _apart([gm], outcomes, why)
     for n in [n for n in graph.nodes if n.target is _FUSED]:
         named = ("x", "w", "x_scale", "w_scale", "dtype", "group")
         x, w, xs, ws, dtype, group = (arg_by_name(n, a) for a in named)
@@ -88,7 +138,7 @@ def prepare(gm: fx.GraphModule) -> list[str]:
     """Allocate what a graph's fused ops need on a GPU; notes for the report. A collective."""
     notes = []
     for s in fuse_linear_all_reduce.shapes(gm.graph):
-        if not any(n.meta["val"].is_cuda for n in gm.graph.nodes if n.target is _FUSED):
+        if not _on_gpu(gm):
             notes.append("fuse_linear_all_reduce: on a CPU parts are gathered and added")
             continue
         held = _kernel.reserved()
@@ -105,6 +155,24 @@ def prepare(gm: fx.GraphModule) -> list[str]:
     return notes
 
 
+def settle(
+    others: Sequence[fx.GraphModule | None], rewritten: fx.GraphModule, outcomes: Outcomes
+) -> None:
+    """Without the workspace that sums and norms in one op want, they are two, in all graphs."""
+    if not _on_gpu(rewritten) or not _normed(rewritten):
+        return
+    wanted = [s for s in fuse_linear_all_reduce.shapes(rewritten.graph) if s.normed]
+    if all(_kernel.by_rows(s.group, s.m, s.n, s.dtype) for s in wanted):
+        return
+    graphs = [gm for gm in (rewritten, *others) if gm is not None]
+    _apart(graphs, outcomes, "the shape has no workspace of its kind")
+
+
+def _on_gpu(gm: fx.GraphModule) -> bool:
+    ops = (_FUSED, fuse_all_reduce_norm.BOTH)
+    return any(arg_by_name(n, "x").meta["val"].is_cuda for n in gm.graph.nodes if n.target in ops)
+
+
 def _without(s: fuse_linear_all_reduce.Shape) -> str | None:
     """Why a shape gets no workspace, on no rank of its group; None where all ranks have it."""
     most = fuse_linear_all_reduce.MOST
@@ -112,7 +180,7 @@ def _without(s: fuse_linear_all_reduce.Shape) -> str | None:
         return f"{most} shapes have a workspace, and memory must not grow with every other one"
     why = None
     try:
-        _kernel.prepare(s.group, s.m, s.n, s.dtype)
+        _kernel.prepare(s.group, s.m, s.n, s.dtype, normed=s.normed)
     except (ValueError, RuntimeError) as e:
         why = str(e).strip().splitlines()[0]
     # one that fell back alone would wait in an all-reduce for ranks that push tiles

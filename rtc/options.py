@@ -9,7 +9,10 @@ from typing import Any
 
 from rtc.errors import OptionsError
 
-_SWITCHES = ("quantize_kv", "hoist_quantize", "hoist_rope", "ring_cache", "fp8_attention")
+_SWITCHES = (
+    "quantize_kv", "hoist_quantize", "hoist_rope", "ring_cache", "fp8_attention",
+    "fuse_all_reduce_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Options:
     hoist_rope, hoist_quantize, ring_cache: the passes (see ``rtc passes``).
     fp8_attention: your consent to attention in FP8 (queries and probabilities are rounded too)
         where a model, or quantize_kv, keeps FP8 keys and values.
+    fuse_all_reduce_norm: your word that everything but the linears is the same on all ranks: then
+        each rank norms some of the rows for all. It saves a few per cent of a step.
     quantize_kv: your consent to an FP8 cache for a model that has none; needs "calibrated" below.
     passes: switches of further passes by name, for passes that were added to the pipeline.
     quantize: "exact" refuses what changes numerics; "calibrated" is your consent to per-head scales
@@ -47,6 +52,7 @@ class Options:
     hoist_quantize: bool = True
     ring_cache: bool = True
     fp8_attention: bool = False
+    fuse_all_reduce_norm: bool = False
     quantize_kv: bool = False
     passes: Mapping[str, bool] = field(default_factory=dict)
     quantize: str = "exact"

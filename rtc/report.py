@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,6 +32,17 @@ class GraphReport:
     notes: list[str] = field(default_factory=list)
     regions: dict[str, int] = field(default_factory=dict)  # how it was cut up, if it was
     _indices: list[int] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def starts(self, at: float) -> None:
+        """The first phase began at ``at``, a ``time.perf_counter()``."""
+        self._since = at
+
+    def ends(self, phase: str) -> None:
+        """All time since the phase before belongs to ``phase``: none is left out."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
     def before(self, gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> None:
         self.nodes = len(gm.graph.nodes)

@@ -10,16 +10,19 @@ import torch
 import torch.distributed as dist
 
 from rtc.kernels import linear_all_reduce as op
+from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels import linear_fp8
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
+from rtc.kernels.linear_all_reduce_rows import Norm, Rows
 from rtc.kernels.linear_all_reduce_space import Layout, Space
+from rtc.kernels.modulate_quantize import residual_modulate_quantize
 
-from .check import chunks
+from .check import chunks, following
 from .ranks import BF16, Operands, Ranks
 
-Call = Callable[[Operands], torch.Tensor]
+Call = Callable[[Operands], Any]
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Candidate:
     raw: bool = False
     finish: Callable[[], None] | None = None
     call: Call | None = None
+    norm: Norm | None = None  # what follows it, whose q and s it returns
 
     def described(self) -> dict[str, Any]:
         c = self.config
@@ -48,6 +52,13 @@ def product(backend: str) -> Call:
 
     def call(args: Operands) -> torch.Tensor:
         x, w, xs, ws = args
+        if backend == "raw, halves":
+            half = -(-x.shape[0] // 2)
+            parts = [
+                torch._scaled_mm(p, w.t(), one, one, out_dtype=BF16, use_fast_accum=True)
+                for p in (x[:half], x[half:])
+            ]
+            return parts[0]
         if backend == "raw":
             return torch._scaled_mm(x, w.t(), one, one, out_dtype=BF16, use_fast_accum=True)
         return linear_fp8.run(backend, x, w, xs, ws, None, BF16, linear_fp8.NARROW)
@@ -106,6 +117,9 @@ def candidates(ranks: Ranks, m: int, n: int, sweep: bool, baselines: bool) -> li
     """``baselines``: all of them, not only cuBLAS without and with NCCL."""
     out = [
         Candidate("cublas, no row scales", "product", lambda: product("raw"), raw=True),
+        Candidate(
+            "cublas, in two halves of rows", "product", lambda: product("raw, halves"), raw=True
+        ),
         Candidate("cublas row-wise", "product", lambda: product("cublas")),
         Candidate("triton", "product", lambda: product("triton")),
         Candidate("raw + nccl", "unfused", lambda: reduced(product("raw")), raw=True),
@@ -117,11 +131,60 @@ def candidates(ranks: Ranks, m: int, n: int, sweep: bool, baselines: bool) -> li
     if not baselines:
         out = [c for c in out if "triton" not in c.name and "two-shot" not in c.name]
     base = op.default(m, n, torch.cuda.get_device_properties(ranks.device).multi_processor_count)
+    out += [fused(ranks, m, n, name, c) for name, c in by_rows(sweep)]
     out += [fused(ranks, m, n, name, c) for name, c in movers(base, sweep)]
     out += [fused(ranks, m, n, name, c) for name, c in copied(n, sweep)]
     for name, c in specialized(ranks, m, n, sweep):
         out += [fused(ranks, m, n, name, c), alone(ranks, m, n, name + ", alone", c)]
     return out
+
+
+def followed(ranks: Ranks, m: int, n: int, sweep: bool, baselines: bool) -> list[Candidate]:
+    """The sum up to the next product's FP8 operand: each candidate, then the norm's kernel."""
+    norm = replace(following(ranks, m, n), whole=False)
+
+    def then(make: Callable[[], Call]) -> Callable[[], Call]:
+        def made() -> Call:
+            first = make()
+
+            def call(args: Operands) -> Any:
+                n = norm
+                _, q, s = residual_modulate_quantize(
+                    n.residual, first(args), n.gate, None, None, n.scale, n.shift, n.norm, n.eps,
+                    n.floor,
+                )  # fmt: skip
+                return q, s
+
+            return call
+
+        return made
+
+    out = candidates(ranks, m, n, sweep, baselines)
+    out = [c for c in out if "halves" not in c.name]
+    for c in out:
+        c.make, c.norm = then(c.make), norm
+
+    def whole(name: str, config: Rows) -> Candidate:
+        spaces = []
+
+        def make() -> Call:
+            spaces.append(ranks.space(m, n, config))
+            return lambda args: rows.launch(spaces[0], *args, norm)[1:]
+
+        return Candidate(f"{name}, norm inside", "fused", make, config,
+                         finish=lambda: spaces[0].check(), norm=norm)  # fmt: skip
+
+    out += [whole(name, c) for name, c in by_rows(True)]
+    return out
+
+
+def by_rows(sweep: bool) -> Iterator[tuple[str, Rows]]:
+    yield "rows", Rows()
+    if sweep:
+        yield "rows, 8 warps x3", Rows(8, 3)
+        yield "rows, 8 warps x2", Rows(8, 2)
+        yield "rows, plain launch", Rows(cooperative=False)
+        yield "rows, one after the other", Rows(beside=False)
 
 
 def movers(base: Movers, sweep: bool) -> Iterator[tuple[str, Movers]]:

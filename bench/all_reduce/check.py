@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from rtc.kernels import linear_all_reduce as op
+from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels import linear_fp8
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
+from rtc.kernels.linear_all_reduce_rows import Norm, Rows
 
 from .ranks import BF16, Operands, Ranks
 
@@ -27,6 +29,8 @@ SMALL = [
     ("gluon", Specialized()),
     ("gluon, tall", Specialized(short=0)),
     ("gluon, few", Specialized(programs=7, short=4, bk=64)),
+    ("rows", Rows()),
+    ("rows, few", Rows(warps=4, per_sm=1, multiprocessors=7, beside=False)),
 ]
 
 
@@ -49,9 +53,14 @@ def everything(ranks: Ranks, replays: int, only: list[str] | None) -> bool:
     n = 1280
     for name, config in [*SMALL, ("copies", Copies(chunks(n, 3)))]:
         checks.append((f"replays: {name}", lambda c=config: skewed(ranks, n, c, replays)))
+    for name, config in [c for c in SMALL if isinstance(c[1], Rows)]:
+        for n in (1280, 7680):
+            named = f"replays: {name}, norm inside, {n} columns"
+            checks.append((named, lambda c=config, n=n: skewed(ranks, n, c, replays, norm=True)))
     checks.append(("compiled chain", lambda: compiled(ranks)))
     checks.append(("1,000 first-pass lengths", lambda: lengths(ranks, 1000)))
     checks.append(("a peer that never comes: movers", lambda: absent(ranks, Movers())))
+    checks.append(("a peer that never comes: rows", lambda: absent(ranks, Rows())))
     checks.append(("a peer that never comes: copies", lambda: absent(ranks, Copies((256, 256)))))
     checks.append(("a peer that never comes: gluon", lambda: absent(ranks, Specialized(short=2))))
     good = True
@@ -77,7 +86,7 @@ def values(ranks: Ranks, config: Callable[[int], op.Config]) -> str:
                 del poison  # the caching allocator hands its memory to the result
                 y = op.linear_all_reduce(*args, BF16, ranks.world, ranks.group)
                 wrong = ranks.verify(y, args)
-                if not wrong and not isinstance(c, Copies):
+                if not wrong and not isinstance(c, (Copies, Rows)):
                     wrong = bits(ranks, y, args)
                 if wrong:
                     return f"[{m}, {n}, {k}] call {seed}: {wrong}"
@@ -96,20 +105,46 @@ def bits(ranks: Ranks, y: torch.Tensor, args: Operands) -> str:
     return "" if ranks.all(same) else "not the formula's bits"
 
 
-def skewed(ranks: Ranks, n: int, config: op.Config, replays: int) -> str:
+def following(ranks: Ranks, m: int, n: int) -> Norm:
+    g = torch.Generator(device=ranks.device).manual_seed(5)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=ranks.device, dtype=BF16)
+
+    vectors = rand(n), None, None, 1 + 0.1 * rand(n), rand(n)
+    return Norm(rand(m, n), *vectors, "layer", 1e-6, 1e-4, whole=True)
+
+
+def skewed(ranks: Ranks, n: int, config: op.Config, replays: int, norm: bool = False) -> str:
     """A graph of three calls (odd: slots change places), replayed with random delays a rank.
 
     Operands change between replays, outputs are poisoned; every result of every replay is compared
-    with the first result for its operands, which is checked by value.
+    with the first result for its operands, which is checked by value. norm: of sum, q and s.
     """
     m, k, calls, sets = 757, 512, 3, 5
     space = ranks.space(m, n, config)
+    after = following(ranks, m, n)
+
+    def call(args: Operands) -> list[torch.Tensor]:
+        if not norm:
+            return [op.run(space, *args)]
+        new, q, s = rows.launch(space, *args, after)
+        assert q is not None
+        assert s is not None
+        return [new, q, s]
+
+    def verify(made: list[torch.Tensor], args: Operands) -> str:
+        if norm:
+            return ranks.verify_norm((made[1], made[2]), args, after)
+        return ranks.verify(made[0], args)
+
     pool = [[ranks.operands(m, n, k, 10 * s + c) for c in range(calls)] for s in range(sets)]
     want: list[list[torch.Tensor]] = []
     for args_of_calls in pool:
-        want.append([op.run(space, *args) for args in args_of_calls])
-        for y, args in zip(want[-1], args_of_calls, strict=True):
-            wrong = ranks.verify(y, args)
+        made = [call(args) for args in args_of_calls]
+        want.append([t for ts in made for t in ts])
+        for ts, args in zip(made, args_of_calls, strict=True):
+            wrong = verify(ts, args)
             if wrong:
                 return wrong
     static = [tuple(t.clone() for t in args) for args in pool[0]]
@@ -117,7 +152,7 @@ def skewed(ranks: Ranks, n: int, config: op.Config, replays: int) -> str:
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ys = [op.run(space, *args) for args in static]
+        ys = [t for args in static for t in call(args)]
     dist.barrier()
     # All ranks choose the same operands; each its own delays.
     same, own = random.Random(0), random.Random(ranks.rank + 1)
@@ -128,19 +163,19 @@ def skewed(ranks: Ranks, n: int, config: op.Config, replays: int) -> str:
             for a, b in zip(here, there, strict=True):
                 a.view(torch.uint8).copy_(b.view(torch.uint8))
         for y in ys:
-            y.fill_(float("nan"))
+            y.view(torch.uint8).fill_(0x7F)  # NaN in FP8, far off in the others
         if own.random() < 0.5:
             torch.cuda._sleep(own.randrange(200_000))  # up to about 0.1 ms
         graph.replay()
         for y, w in zip(ys, want[s], strict=True):
-            bad += (y.view(torch.int16) != w.view(torch.int16)).sum()
+            bad += (y.view(torch.uint8) != w.view(torch.uint8)).sum()
         if i % 256 == 255:  # the host must not run ahead without end
             torch.cuda.synchronize()
     torch.cuda.synchronize()
     space.check()
     count = int(bad.item())
     dist.barrier()
-    return "" if ranks.all(count == 0) else f"{count} elements of this rank differ"
+    return "" if ranks.all(count == 0) else f"{count} bytes of this rank differ"
 
 
 def compiled(ranks: Ranks) -> str:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from rtc.kernels import linear_all_reduce as op
 from rtc.kernels import linear_fp8
+from rtc.kernels import modulate_quantize as tail
+from rtc.kernels.linear_all_reduce_rows import Rows, RowsLayout
 from rtc.kernels.linear_all_reduce_space import Layout, Space
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -90,7 +92,8 @@ class Ranks:
 
     def space(self, m: int, n: int, config: op.Config) -> Space:
         """A workspace of its own, beside those of ``prepare``: a benchmark holds many at once."""
-        layout = Layout(self.world, m, n, config.marks(m, n), BF16)
+        kind = RowsLayout if isinstance(config, Rows) else Layout
+        layout = kind(self.world, m, n, config.marks(m, n), BF16)
         return Space.allocate(dist.group.WORLD, layout, config, self.device)
 
     def gather(self, t: torch.Tensor) -> list[torch.Tensor]:
@@ -112,6 +115,22 @@ class Ranks:
         xs = torch.exp(rand(m, 1) * 0.7) * 0.02
         ws = torch.exp(rand(n) * 0.7) * 0.02
         return x, w, xs, ws
+
+    def verify_norm(self, got: tuple[torch.Tensor, torch.Tensor], args: Operands, norm: Any) -> str:
+        """q and s against a sum in float64; "" or what is wrong. The same on all ranks."""
+        q, s = got
+        parts = self.gather(linear_fp8.linear_fp8(*args, None, torch.float32))
+        total = torch.stack([p.double() for p in parts]).sum(0)
+        new = (norm.residual.double() + norm.gate.double() * total).to(BF16)
+        given = (norm.weight, norm.bias, norm.scale, norm.shift, norm.norm, norm.eps, norm.floor)
+        _, q64, s64 = tail.reference(new, None, None, *given)
+        want = q64.double() * s64.double()
+        error = ((q.double() * s.double() - want).norm() / want.norm()).item()
+        wrong = "" if error < 2e-2 else f"error {error:.1e}"  # FP8 steps here and there; NaN: wrong
+        bits = (q.view(torch.uint8), s)
+        if not all(torch.equal(b, other) for b in bits for other in self.gather(b)):
+            wrong += " ranks differ"
+        return "" if self.all(not wrong) else wrong or "another rank is wrong"
 
     def verify(self, y: torch.Tensor, args: Operands) -> str:
         """Compare with parts summed in float64; "" or what is wrong. The same on all ranks."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from rtc.passes.nodes import arg_by_name
+
 _NAMESPACES = (
     "_c10d_functional",
     "_c10d_functional_autograd",
@@ -67,10 +69,10 @@ def met(graph: fx.Graph) -> list[str]:
         if issues(n):
             name = n.target._opname
             said = [x for x in _numbers(n) if isinstance(x, str)]
-            if name.endswith("all_reduce"):
-                name = "all_reduce"
-                said = said if len(said) > 1 else ["sum", *said]
             val = n.meta.get("val")
+            if n.target.namespace == "rtc":  # linear_all_reduce, and what goes on with the sum
+                name, said = "all_reduce", ["sum", str(arg_by_name(n, "group"))]
+                val = val[0] if isinstance(val, (tuple, list)) else val
             vals = val if isinstance(val, (tuple, list)) else [val]
             count = [f"{v.dtype}[{v.numel()}]" for v in vals if isinstance(v, torch.Tensor)]
             out.append(f"{name} {' '.join(said)} {' '.join(count)}")

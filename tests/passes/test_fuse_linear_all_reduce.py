@@ -30,6 +30,7 @@ from rtc.passes.base import Outcome
 M, N, K = 4, 16, 32
 F8, BF16, F16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 FUSED, LINEAR = torch.ops.rtc.linear_all_reduce.default, torch.ops.rtc.linear_fp8.default
+OFF = {"fuse_all_reduce_norm": (fuse.PASS, False, Outcome())}
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 
 
@@ -336,7 +337,7 @@ def test_other_graphs_exchange_the_same():
     gm = traced(lambda *p: total(product(*p)) + total(p[2], "max"), given())
     assert fuse.fuse(gm.graph, True).applied == 1
     assert issued(other.graph) != issued(gm.graph)
-    exchanges.alike([other, None], gm)
+    exchanges.alike([other, None], gm, OFF)
     assert issued(other.graph) == issued(gm.graph)
     assert count(other, FUSED) == [1]
 
@@ -356,13 +357,13 @@ def test_graphs_that_cannot_are_told(f):
     assert fuse.fuse(gm.graph, True).applied == 1
     other = make_fx(f, tracing_mode="fake")(*args)
     with pytest.raises(UnsupportedError, match="fuse_linear_all_reduce"):
-        exchanges.alike([other], gm)
+        exchanges.alike([other], gm, OFF)
 
 
 def test_undone():
     gm, out = run(in_tokens)
     before, want = copy.deepcopy(met(gm.graph)), gm(*given())
-    exchanges.undo(gm, out, "because")
+    exchanges.undo(gm, {**OFF, "fuse_linear_all_reduce": (fuse.PASS, True, out)}, "because")
     gm.graph.lint()
     assert (out.matched, out.applied, out.notes) == (1, 0, [])
     assert [r.reason for r in out.refused] == ["because"]
@@ -385,7 +386,7 @@ def test_what_inductor_would_move_about():
 def test_workspaces_of_a_group_are_few_and_on_all_ranks_or_none(monkeypatch):
     made = {}
     monkeypatch.setattr(kernel, "_SPACES", made)
-    monkeypatch.setattr(kernel, "prepare", lambda *key: made.setdefault(key, 1))
+    monkeypatch.setattr(kernel, "prepare", lambda *key, normed: made.setdefault(key, 1))
     others = [None]
     monkeypatch.setattr(exchanges, "_said", lambda group, why: [why, *others])
 
@@ -402,7 +403,7 @@ def test_workspaces_of_a_group_are_few_and_on_all_ranks_or_none(monkeypatch):
     assert "must not grow" in exchanges._without(shape(99))
     assert len(made) == fuse.MOST
 
-    def fails(*key):
+    def fails(*key, normed):
         raise RuntimeError("no peer access")
 
     made.clear()

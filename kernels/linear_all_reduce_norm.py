@@ -1,0 +1,132 @@
+"""``rtc::linear_all_reduce_norm``: a row-parallel linear, its sum, and the norm that reads it.
+
+    total   = linear_all_reduce(x, w, x_scale, w_scale)
+    new     = residual + gate * total
+    q, s    = quantize(norm(new) [* weight + bias] * scale + shift)
+
+Shapes and dtypes: those of ``rtc::linear_all_reduce`` (x, w and their scales) and of
+``rtc::residual_modulate_quantize`` (the rest); residual [M, N] of ``dtype``.
+residual and the vectors must be the same on all ranks: a row is normed by one of them for all.
+``whole``: new holds all rows. Without, it holds those that this rank finishes: rank r's are
+``own_rows(M, world, r)``; the others are undefined (NaN wherever that costs nothing), for readers
+that want no others, like this op's own ``residual``. q and s are whole, and the same bits on all
+ranks, as is new.
+
+With a workspace of the design ``Rows`` (linear_all_reduce.prepare) by linear_all_reduce_rows.py:
+total is not rounded then. Else composed of the two ops and the group's all-gather.
+
+Source: own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rtc.kernels import linear_all_reduce as sums
+from rtc.kernels import linear_all_reduce_rows as rows
+from rtc.kernels import modulate_quantize as tail
+from rtc.kernels.linear_all_reduce_rows import Norm, Rows
+
+__all__ = ["linear_all_reduce_norm", "own_rows"]
+
+
+def own_rows(m: int, world: int, rank: int) -> range:
+    own = -(-m // world)
+    return range(min(m, rank * own), min(m, (rank + 1) * own))
+
+
+def _check(
+    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor,
+    dtype: torch.dtype, world: int, n: Norm,
+) -> None:  # fmt: skip
+    sums._check(x, w, x_scale, w_scale, dtype, world)
+    r = n.residual
+    if r.shape != (x.shape[0], w.shape[0]) or r.dtype != dtype:
+        raise ValueError(
+            f"linear_all_reduce_norm: residual must be {dtype} [{x.shape[0]}, {w.shape[0]}], "
+            f"not {r.dtype} {list(r.shape)}"
+        )
+    vectors = {k: getattr(n, k) for k in ("gate", "weight", "bias", "scale", "shift")}
+    tail._check(r, r, vectors, n.norm, n.floor)
+
+
+@torch.library.custom_op("rtc::linear_all_reduce_norm", mutates_args=())
+def linear_all_reduce_norm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    residual: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    norm: str,
+    eps: float,
+    floor: float,
+    whole: bool,
+    dtype: torch.dtype,
+    world: int,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(new, q, s). world: ranks of the group named ``group``."""
+    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole)
+    _check(x, w, x_scale, w_scale, dtype, world, n)
+    if world > 1 and sums._resolve(group).size() != world:
+        raise ValueError(f"linear_all_reduce_norm: group {group!r} is not of {world} ranks")
+    space = sums.space_of(group, x, w, dtype) if world > 1 else None
+    if space is not None and isinstance(space.config, Rows):
+        x, w = sums._fitting(x), sums._fitting(w)
+        new, q, s = rows.launch(space, x, w, x_scale, w_scale, n)
+        assert q is not None
+        assert s is not None
+        return new, q, s
+    total = sums.linear_all_reduce(x, w, x_scale, w_scale, dtype, world, group)
+    if world == 1:
+        return _finished(total, n, slice(None))
+    return _gathered(total, n, world, group)
+
+
+def _finished(
+    total: torch.Tensor, n: Norm, at: slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows ``at`` of (new, q, s)."""
+    vectors = (n.gate, n.weight, n.bias, n.scale, n.shift)
+    return tail.residual_modulate_quantize(
+        n.residual[at], total[at], *vectors, n.norm, n.eps, n.floor
+    )
+
+
+def _gathered(
+    total: torch.Tensor, n: Norm, world: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's rows finished, those of the others from them: residual may hold no others."""
+    import torch.distributed as dist
+
+    pg, m = sums._resolve(group), total.shape[0]
+    mine = own_rows(m, world, pg.rank())
+    finished = _finished(total, n, slice(mine.start, mine.stop))
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        padded = own.new_zeros((-(-m // world), own.shape[1]))
+        padded[: len(mine)] = own
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded, group=pg)
+        return torch.cat(parts)[:m]
+
+    new, q, s = finished
+    if n.whole:
+        new = gather(new)
+    else:
+        new = torch.full_like(total, float("nan"))
+        new[mine.start : mine.stop] = finished[0]
+    return new, gather(q.view(torch.uint8)).view(q.dtype), gather(s)
+
+
+@linear_all_reduce_norm.register_fake
+def _(x, w, x_scale, w_scale, residual, gate, weight, bias, scale, shift, norm, eps, floor, whole,
+      dtype, world, group):  # fmt: skip
+    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole)
+    _check(x, w, x_scale, w_scale, dtype, world, n)
+    return residual.new_empty(residual.shape), *tail._empty(residual)
