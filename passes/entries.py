@@ -81,16 +81,18 @@ def goes_through(cohort: Cohort, view: View, at: Fn) -> bool:
 
 def tables(host: HostInfo, cohort: Cohort, view: View, read: Any) -> ClassTables:
     """The tables of a view's class; rows of no meaning for sources that join later."""
+    operands = view.tables(read)
+    if not operands:
+        return ClassTables([])
     alike = [v for v in cohort.views if v.klass == view.klass]
+    # of each view: source -> what its rows go through
+    passed = [
+        {k: _passed(s, v.fn) for k, s in cohort.caches[v.cache].sources.items()} for v in alike
+    ]
 
     def later(o: Operand) -> frozenset[int]:
         """Sources that skip this operand in every view of the class."""
-        out = None
-        for v in alike:
-            sources = cohort.caches[v.cache].sources
-            passed = {k: _passed(s, v.fn) for k, s in sources.items()}
-            here = {k for k, p in passed.items() if p is not None and o.key not in p}
-            out = here if out is None else out & here
-        return frozenset(out or ())
+        skip = [{k for k, p in by.items() if p is not None and o.key not in p} for by in passed]
+        return frozenset(set.intersection(*skip) if skip else ())
 
-    return ClassTables([TableReader(host, o, later(o)) for o in view.tables(read)])
+    return ClassTables([TableReader(host, o, later(o)) for o in operands])

@@ -255,8 +255,7 @@ def run(ctx: Context) -> Outcome:
 
 
 def _replace(graph: fx.Graph, found: list[RowQuantizer], row: _Row, floor: float) -> None:
-    places = {quantizer.place(f) for f in found}
-    with graph.inserting_before(next(n for n in graph.nodes if n in places)):
+    with graph.inserting_before(min(map(quantizer.place, found))):
         emit = Emitter(graph, row.gate.product)
         both = emit(
             torch.ops.rtc.swiglu_quantize.default,

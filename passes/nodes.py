@@ -6,6 +6,19 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def fake_mode(graph: fx.Graph) -> Any:
@@ -26,10 +39,55 @@ class Emitter:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        vals = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self.mode, torch.no_grad():
-            node.meta = {**self.meta, "val": target(*vals[0], **vals[1])}
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        node.meta = {**self.meta, "val": fake(self.mode, target, args, kwargs)}
         return node
+
+
+class _Untold(Exception):
+    """Not all that decides about a result can be told."""
+
+
+def fake(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """The fake value of ``target(*args, **kwargs)``, made once for all calls alike in a compile.
+
+    A model asks for the same few hundred values over and over, and torch's own cache takes some
+    100 us to find one. So nodes may share a value: nothing goes by which object it is.
+    """
+    known = mode.__dict__.setdefault("_rtc_known", {})  # as long as the mode, which values hold
+    key = None
+    if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+        try:
+            key = (target, _told(args), _told(list(kwargs.items())))
+            if key in known:
+                return known[key]
+        except _Untold:
+            key = None
+    with mode, torch.no_grad():
+        value = target(*args, **kwargs)
+    if key is not None:
+        try:
+            _told(value)
+            known[key] = value
+        except _Untold:
+            pass
+    return value
+
+
+def _told(a: Any) -> Any:
+    """All of an argument that decides about a result. Raises _Untold: sizes that change, and what
+    torch itself treats in ways of its own."""
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_told, a))
+    if type(a) is FakeTensor:
+        sizes = (*a.shape, *a.stride(), a.storage_offset())
+        odd = a.dtype.is_complex or a.is_neg() or a.requires_grad or a.constant is not None
+        if odd or a.layout is not torch.strided or any(type(n) is not int for n in sizes):
+            raise _Untold
+        return sizes, a.dtype, a.device, a.is_inference()
+    if type(a) in _PLAIN:
+        return type(a), a  # True is not 1, and 1.0 is neither
+    raise _Untold
 
 
 def val(node: fx.Node) -> torch.Tensor:

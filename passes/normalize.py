@@ -80,9 +80,8 @@ def _unstack(gm: fx.GraphModule, info: InputInfo, first: int) -> list[InputInfo]
 def _stack_axis(gm: fx.GraphModule, info: InputInfo) -> int | None:
     """The axis of which single parts are stored, if there is one and it is short."""
     rank = info.node.meta["val"].dim()
-    stored = [
-        u for u in gm.graph.nodes if u.target is aten.copy_.default and u.args[0] is info.node
-    ]
+    users = sorted(info.node.users)  # in graph order
+    stored = [u for u in users if u.target is aten.copy_.default and u.args[0] is info.node]
     seen: set[fx.Node] = set()
     stack = [n for u in stored for n in (u.args[1],) if isinstance(n, fx.Node)]
     while stack:

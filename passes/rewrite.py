@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from rtc.passes import entries
 from rtc.passes.analysis import shapes
@@ -537,10 +538,11 @@ def _first(
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with its own graph over the same attributes."""
+    """A graph module with its own graph over the same attributes. Its Python code is made when it
+    is asked for, so ``recompile`` costs nothing: few copies are ever run as they are."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
+    return _LazyGraphModule(gm, graph)
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:

@@ -118,10 +118,12 @@ class Rotation:
 
     def _back(self, z: np.ndarray, src: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """Table entries from turns of the features ``half``."""
-        k, flat, real = len(self.half), np.empty((len(z), len(src))), src < len(self.half)
-        flat[:, real] = np.take(z.real - self.c0[self.half], src[real], axis=1)
-        flat[:, ~real] = np.take(z.imag - self.s0[self.half], src[~real] - k, axis=1)
-        return flat / weight
+        k = len(self.half)
+        parts = np.ascontiguousarray(z).view(np.float64)  # c and s side by side
+        flat = np.take(parts, np.where(src < k, 2 * src, 2 * (src - k) + 1), axis=1)
+        offset = np.concatenate([self.c0[self.half], self.s0[self.half]])[src]
+        flat = flat - offset if offset.any() else flat
+        return flat / weight if (weight != 1).any() else flat
 
     def turned_rows(self, rows: list[torch.Tensor], by: np.ndarray) -> list[torch.Tensor]:
         """Table rows that turn by ``by`` [D] complex more; needs ``inverse``."""
@@ -157,7 +159,10 @@ def _apply(
 ) -> np.ndarray:
     if picks is None:
         return flat @ m[which].T
-    return np.take(flat, picks[0][which], axis=1) * picks[1][which]
+    at, weight = picks[0][which], picks[1][which]
+    if len(at) and (np.diff(at) == 1).all():  # side by side: gathering would cost a copy
+        return flat[:, at[0] : at[-1] + 1] * weight
+    return np.take(flat, at, axis=1) * weight
 
 
 def _real(rows: torch.Tensor) -> np.ndarray:

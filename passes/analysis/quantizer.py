@@ -20,6 +20,7 @@ so leading axes may be grouped differently in x, q and s.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ def match(q: fx.Node) -> RowQuantizer | str:
 def place(found: RowQuantizer) -> fx.Node:
     """Where to insert what replaces a quantizer: all that x is made of stands before it, all users
     of q and the scale behind it."""
-    return next(n for n in found.q.graph.nodes if n is found.q or n in found.scales)
+    return min((found.q, *found.scales))
 
 
 def replace(found: RowQuantizer, q: fx.Node, scale: fx.Node) -> None:
@@ -271,7 +272,7 @@ def _row_values(tops: list[fx.Node]) -> list[fx.Node]:
             if is_pointwise(user.target) or user.target in (*LAYOUT, *SAME):
                 seen.add(user)
                 queue.append(user)
-    return [n for n in tops[0].graph.nodes if n in seen and n.meta["val"].dtype == torch.float32]
+    return sorted(n for n in seen if n.meta["val"].dtype == torch.float32)
 
 
 def _scale(found: torch.Tensor, inverse: bool) -> torch.Tensor:
@@ -318,8 +319,10 @@ def _tolerance(found: torch.Tensor, dtype: torch.dtype, ulps: int) -> float:
     return eps
 
 
+@functools.lru_cache(maxsize=64)  # every layer asks for the same few
 def _samples(dtype: torch.dtype, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maxima of rows, and an element of each: |e| <= a. Numbers of ``dtype``, on the CPU."""
+    """Maxima of rows, and an element of each: |e| <= a. Numbers of ``dtype``, on the CPU. Nobody
+    writes to them."""
     g = torch.Generator().manual_seed(0)
     info = torch.finfo(dtype)
     largest = min(math.log10(info.max) - 0.1, 30.0)

@@ -121,6 +121,14 @@ class Leaf:
         return x.permute([perm.index(i) for i in range(len(perm))])
 
 
+def as_bytes(k: torch.Tensor) -> np.ndarray:
+    """uint8 [n, width * itemsize] of keys [n, width]"""
+    k = k.contiguous()
+    if not k.numel():
+        return np.zeros((len(k), 0), dtype=np.uint8)
+    return k.view(torch.uint8).reshape(len(k), -1).numpy()
+
+
 def _flat(val: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """[rows, rest]"""
     rest = [d for d in range(val.dim()) if d not in axes]
@@ -145,8 +153,23 @@ class RowTable:
     def keys(self, env: Mapping[fx.Node, Any], rows: np.ndarray) -> list[torch.Tensor]:
         return [leaf.keys(env, rows) for leaf in self.leaves]
 
-    def rows(self, env: Mapping[fx.Node, Any], keys: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[n, rest]: table rows, the axes other than the slots' flattened in order."""
+    def rows(
+        self, env: Mapping[fx.Node, Any], keys: Sequence[torch.Tensor],
+        memo: dict[Any, Any] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[n, rest]: table rows, the axes other than the slots' flattened in order.
+
+        ``memo``: of one call. New queries and new keys mostly ask for the same rows.
+        """
+        if memo is None:
+            return self._rows(env, keys)
+        content = tuple((len(k), k.dtype, as_bytes(k).tobytes()) for k in keys)
+        asked = ("rows", self.signature, self.axes, content)
+        if asked not in memo:
+            memo[asked] = self._rows(env, keys)
+        return memo[asked]
+
+    def _rows(self, env: Mapping[fx.Node, Any], keys: Sequence[torch.Tensor]) -> torch.Tensor:
         n = len(keys[0])
         given = {leaf: leaf.values(env, k) for leaf, k in zip(self.leaves, keys, strict=True)}
         with _disable_current_modes(), torch.no_grad():

@@ -13,7 +13,7 @@ from rtc.passes.analysis.exprs import SlotExpr, evaluate, split_row_ids
 from rtc.passes.analysis.fn import Operand, with_slots
 from rtc.passes.analysis.host import HostInfo
 from rtc.passes.analysis.layout import Fallback
-from rtc.passes.analysis.rowwise import RowTable, decompose, trivial
+from rtc.passes.analysis.rowwise import RowTable, as_bytes, decompose, trivial
 
 # Two evaluations of one formula may differ in the last bits (vector and scalar code paths).
 _ULPS = 4
@@ -110,11 +110,13 @@ class TableReader:
             raise Fallback("a slot is read past the work that applies to it")
         return out
 
-    def rows(self, env: Mapping[fx.Node, Any], keys: list[torch.Tensor]) -> torch.Tensor:
-        """[n, rest]: the rows that the keys stand for."""
+    def rows(
+        self, env: Mapping[fx.Node, Any], keys: list[torch.Tensor], memo: Any = None
+    ) -> torch.Tensor:
+        """[n, rest]: the rows that the keys stand for; ``memo``: of one call."""
         if self.operand.axes is None:
             return keys[0].to(self.operand.dtype)
-        return self.tables[0].rows(env, keys)
+        return self.tables[0].rows(env, keys, memo)
 
 
 def _places(
@@ -155,10 +157,10 @@ class Lifted:
         if self.table is not None and not torch.equal(self.value(env), want):
             self.table = None
 
-    def value(self, env: Mapping[fx.Node, Any]) -> torch.Tensor:
+    def value(self, env: Mapping[fx.Node, Any], memo: Any = None) -> torch.Tensor:
         if self.table is None or self.axis is None:
             return as_value(env[self.node])
-        flat = self.table.rows(env, self.table.keys(env, self.rows))
+        flat = self.table.rows(env, self.table.keys(env, self.rows), memo)
         shape = list(self.node.meta["val"].shape)
         n = shape.pop(self.axis)
         return flat.reshape(n, *shape).movedim(0, self.axis)
@@ -180,19 +182,21 @@ class ClassTables:
         parts, known, width = [np.zeros((len(ids), 0), dtype=np.uint8)], {}, 0
         self._layout = []
         for r in self.readers:
-            layout = []
-            for ident, key in zip(r.idents, r.keys(expr, ids, env, memo), strict=True):
-                if ident not in known:
-                    part = _bytes(key)
-                    parts.append(part)
-                    known[ident] = width, part.shape[1], key.dtype
-                    width += part.shape[1]
-                layout.append(known[ident])
-            self._layout.append(layout)
+            idents = r.idents
+            if not idents or not all(ident in known for ident in idents):
+                for ident, key in zip(idents, r.keys(expr, ids, env, memo), strict=True):
+                    if ident not in known:
+                        part = as_bytes(key)
+                        parts.append(part)
+                        known[ident] = width, part.shape[1], key.dtype
+                        width += part.shape[1]
+            self._layout.append([known[ident] for ident in idents])
         return np.concatenate(parts, axis=1)
 
-    def rows(self, env: Mapping[fx.Node, Any], keys: np.ndarray) -> list[torch.Tensor]:
-        """The table rows of each operand."""
+    def rows(
+        self, env: Mapping[fx.Node, Any], keys: np.ndarray, memo: Any = None
+    ) -> list[torch.Tensor]:
+        """The table rows of each operand; ``memo``: of one call."""
         out = []
         for reader, layout in zip(self.readers, self._layout, strict=True):
             parts = []
@@ -202,15 +206,8 @@ class ClassTables:
                     parts.append(torch.from_numpy(part).view(dtype))
                 else:
                     parts.append(torch.empty((len(keys), 0), dtype=dtype))
-            out.append(reader.rows(env, parts))
+            out.append(reader.rows(env, parts, memo))
         return out
-
-
-def _bytes(k: torch.Tensor) -> np.ndarray:
-    k = k.contiguous()
-    if not k.numel():
-        return np.zeros((len(k), 0), dtype=np.uint8)
-    return k.view(torch.uint8).reshape(len(k), -1).numpy()
 
 
 def shaped_rows(op: Operand, rows: torch.Tensor, device: torch.device) -> Any:

@@ -291,3 +291,13 @@ def test_replace_leaves_nothing_of_it(f):
     assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
     torch.testing.assert_close(got[1], want[1], rtol=3e-7, atol=0)
     torch.testing.assert_close(got[0].float(), want[0].float(), rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_stay_as_they_were_made(dtype):
+    for f in (clamped_scale, nan_to_num, no_floor):
+        matched(f, dtype=dtype)
+    for kept, made in zip(
+        quantizer._samples(dtype, 1.0), quantizer._samples.__wrapped__(dtype, 1.0), strict=True
+    ):
+        assert torch.equal(kept, made)
