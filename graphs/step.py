@@ -69,6 +69,10 @@ def _views(
     return out
 
 
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 def _solid(x: torch.Tensor) -> torch.Tensor:
     """An expanded tensor without its repetitions, which cannot be written."""
     for d in range(x.dim()):
@@ -103,7 +107,7 @@ class StepGraph:
         return self._graph is not None
 
     def moved(self, fixed: Sequence[torch.Tensor]) -> bool:
-        return bool(self._addresses) and self._addresses != [t.data_ptr() for t in fixed]
+        return bool(self._addresses) and self._addresses != _addresses(fixed)
 
     def fits(self, copied: Sequence[torch.Tensor]) -> bool:
         return not self._static or all(
@@ -122,7 +126,7 @@ class StepGraph:
                     torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
                     for t in copied
                 ]
-            self._addresses = [t.data_ptr() for t in fixed]
+            self._addresses = _addresses(fixed)
         for s, t in zip(self._static, copied, strict=True):
             _solid(s).copy_(_solid(t))
         self.calls += 1

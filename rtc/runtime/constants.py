@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rtc.runtime.state import Stamp
+from rtc.runtime.state import Stamps
 
 
 class WithConstants:
@@ -23,25 +23,35 @@ class WithConstants:
         self, run: Callable[[list[Any]], Any], make: Callable[[list[Any]], Sequence[torch.Tensor]],
         where: Sequence[int], epoch: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        """``epoch`` counts how often the user asked to forget (``compiled.invalidate()``)."""
+        """``where`` rises; ``epoch`` counts how often the user asked to forget
+        (``compiled.invalidate()``)."""
         self.epoch = epoch
         self.run, self.make, self.where = run, make, list(where)
-        self.stamps: list[Stamp] = []
+        # of what the values were made from: all of it, and without what ``marks`` stand for
+        self.stamps = self.own = Stamps([], 0)
+        self.marks: list[object] = []
         self.held: list[torch.Tensor] = []
         self.made = 0
 
-    def refresh(self, args: Sequence[Any]) -> None:
+    def refresh(
+        self, args: Sequence[Any], more: Sequence[Any] = (), marks: Sequence[object] = ()
+    ) -> None:
         """Make the values anew if a parameter or a scale is another, or was written.
 
-        Writes to inference tensors cannot be seen: with such, in every call.
+        Writes to inference tensors cannot be seen: with such, in every call. ``more``: arguments
+        after ``args``, which are what they were, unwritten, while ``marks`` are the same objects.
         """
-        given, epoch = [args[i] for i in self.where], self.epoch()
-        if self.held and len(self.stamps) == len(given):
-            unseen = any(t.is_inference() for t in given)
-            if not unseen and all(
-                s.is_of(t, epoch) for s, t in zip(self.stamps, given, strict=True)
-            ):
-                return
+        epoch, n = self.epoch(), len(args)
+        looked_at = [args[i] for i in self.where if i < n]
+        if marks and self.marks == [*marks] and self.own.are_of(looked_at, epoch):
+            return
+        given = looked_at + [more[i - n] for i in self.where if i >= n]
+        if not self.held or not self.stamps.are_of(given, epoch):
+            self._make(given)
+            self.stamps = Stamps(given, epoch)
+        self.own, self.marks = Stamps(looked_at, epoch), [*marks]
+
+    def _make(self, given: list[Any]) -> None:
         new = self.make(given)
         if self.held:
             for old, x in zip(self.held, new, strict=True):
@@ -49,7 +59,6 @@ class WithConstants:
         else:
             with torch.inference_mode(False):  # kept for calls in any mode
                 self.held = [torch.empty_like(x).copy_(x) for x in new]
-        self.stamps = [Stamp(t, epoch) for t in given]
         self.made += 1
 
     def __call__(self, args: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,9 +139,9 @@ _PLAIN = {guarded: plain for plain, guarded in _GUARDED.items()}
 
 def _holders(t: torch.Tensor) -> tuple[int, int]:
     """(uses of the memory, Python references to the tensor it is a view of)."""
-    base, storage = t._base, t.untyped_storage()
+    base: Any = t._base
     refs = 0 if base is None else sys.getrefcount(base)
-    return torch._C._storage_Use_Count(storage._cdata), refs
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata), refs
 
 
 def _cut() -> torch.Tensor:
@@ -159,14 +160,14 @@ def alone(t: torch.Tensor) -> bool:
     if held._use_count() > 1:
         return False
     uses, refs = _holders(t)
-    most = _ALONE[t._base is not None]
-    return uses <= most[0] and refs <= most[1]
+    most_uses, most_refs = _ALONE[refs > 0]
+    return uses <= most_uses and refs <= most_refs
 
 
-def possible(t: torch.Tensor) -> bool:
-    """Whether nobody can look at the values but through this tensor object."""
-    lift(t)
-    return type(t) in _GUARDED and alone(t)
+def possible(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody can look at the values but through these tensor objects, now lifted."""
+    lift(*tensors)
+    return all(type(t) in _GUARDED and alone(t) for t in tensors)
 
 
 def guarded(t: torch.Tensor) -> bool:
@@ -177,32 +178,40 @@ def guarded(t: torch.Tensor) -> bool:
 _PARKED: dict[int, torch.Tensor] = {}
 
 
-def put(t: torch.Tensor) -> None:
-    """Guard the tensor object."""
-    plain = type(t)
-    if plain not in _GUARDED:
-        return
-    ring = _GUARDED[plain]
-    try:
-        other: Any = torch.Tensor._make_subclass(ring, t)
-        torch._C._swap_tensor_impl(t, other)
-        other.__class__ = plain
-        _PARKED[id(t)] = other
-    except (RuntimeError, TypeError):
-        pass  # something in C++ holds the tensor: the class alone guards it
-    t.__class__ = ring
+# Both take many at once: a model of 60 layers has 480 caches, guarded and lifted in every call.
 
 
-def lift(t: torch.Tensor) -> None:
-    """Make it a plain tensor again, values as they lie."""
-    ring = type(t)
-    if ring not in _PLAIN:
-        return
-    other = _PARKED.pop(id(t), None)
-    if other is not None:
-        torch._C._swap_tensor_impl(t, other)
-        other.__class__ = ring
-    t.__class__ = _PLAIN[ring]
+def put(*tensors: torch.Tensor) -> None:
+    """Guard the tensor objects."""
+    swap, shell = torch._C._swap_tensor_impl, torch.Tensor._make_subclass
+    for t in tensors:
+        plain = type(t)
+        ring = _GUARDED.get(plain)
+        if ring is None:
+            continue
+        try:
+            other: Any = shell(ring, t)
+            swap(t, other)
+            other.__class__ = plain
+            _PARKED[id(t)] = other
+        except (RuntimeError, TypeError):
+            pass  # something in C++ holds the tensor: the class alone guards it
+        t.__class__ = ring
+
+
+def lift(*tensors: torch.Tensor) -> None:
+    """Make them plain tensors again, values as they lie."""
+    swap, parked = torch._C._swap_tensor_impl, _PARKED.pop
+    for t in tensors:
+        ring = type(t)
+        plain = _PLAIN.get(ring)
+        if plain is None:
+            continue
+        other = parked(id(t), None)
+        if other is not None:
+            swap(t, other)
+            other.__class__ = ring
+        t.__class__ = plain
 
 
 def forget(ident: int) -> None:
@@ -225,8 +234,7 @@ def restore(t: torch.Tensor, *, exported: bool = False, uncounted: bool = False)
     with TURN:
         lift(t)
         for state in owners(t):
-            for other in state.tensors():
-                lift(other)
+            lift(*state.tensors())
             state.materialize(between=True)
         touch(t, exported=exported, uncounted=uncounted)
 

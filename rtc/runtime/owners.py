@@ -15,6 +15,7 @@ from rtc.runtime.state import CohortState
 
 # id of a user's tensor -> the states that keep (a part of) it
 OWNERS: dict[int, list[CohortState]] = {}
+_STATES: dict[int, CohortState] = {}  # all of them, by id
 _FINALIZERS: dict[int, Any] = {}
 # A call lifts and guards the caches of all models: threads take turns, with whole calls.
 TURN = threading.RLock()
@@ -26,6 +27,21 @@ def owners(t: Any) -> list[CohortState]:
     return [st for st in states if st.keeps(t)] if states else []
 
 
+def keepers(values: Iterable[Any]) -> list[CohortState]:
+    """The states that keep (parts of) some of these values, each once."""
+    found: dict[int, CohortState] = {}
+    last: list[CohortState] = []
+    for t in values:
+        states = OWNERS.get(id(t))
+        if states is None or states == last:
+            continue  # hundreds of caches have one state
+        for st in states:
+            if id(st) not in found and st.keeps(t):
+                found[id(st)] = st
+        last = [st for st in states if id(st) in found]
+    return list(found.values())
+
+
 def owns(st: CohortState) -> bool:
     """Whether ``st`` still keeps its caches: another graph may have taken them over."""
     return not st.released and st.alive
@@ -33,6 +49,7 @@ def owns(st: CohortState) -> bool:
 
 def take(st: CohortState, tensors: Iterable[torch.Tensor]) -> None:
     """Note that ``st`` keeps these tensors from now on."""
+    _STATES[id(st)] = st
     for t in tensors:
         OWNERS.setdefault(id(t), []).append(st)
         if id(t) not in _FINALIZERS:
@@ -42,11 +59,11 @@ def take(st: CohortState, tensors: Iterable[torch.Tensor]) -> None:
 
 def release(st: CohortState) -> None:
     """Give the caches back to the user, in order, and forget the views."""
-    for t in st.tensors():
-        guard.lift(t)
+    guard.lift(*st.tensors())
     st.materialize()
     for h in st.handles:
         _drop(h.key[0], st)
+    _STATES.pop(id(st), None)
     st.released = True
     st.storages.clear()
     st.classes.clear()
@@ -74,7 +91,7 @@ def _forget(ident: int) -> None:
 
 def states() -> list[CohortState]:
     """All states, each once."""
-    return list({id(st): st for sts in OWNERS.values() for st in sts}.values())
+    return list(_STATES.values())
 
 
 def yield_to_dynamo(*args: Any) -> None:
@@ -85,8 +102,7 @@ def yield_to_dynamo(*args: Any) -> None:
     """
     for st in states():
         if any(guard.guarded(t) for t in st.tensors()):
-            for t in st.tensors():
-                guard.lift(t)
+            guard.lift(*st.tensors())
             st.materialize(between=True)
             st.touched_outside(False, True)
 
@@ -101,8 +117,7 @@ def _hear_of_compiles() -> None:
 def lift_all() -> None:
     """Make all kept caches plain tensors, as Dynamo must see them."""
     for st in states():
-        for t in st.tensors():
-            guard.lift(t)
+        guard.lift(*st.tensors())
 
 
 def guard_all(note: Callable[[str], None]) -> None:
@@ -115,7 +130,7 @@ def guard_all(note: Callable[[str], None]) -> None:
         if not st.watched:
             # nothing watches these tensors but their version counters
             st.untrusted = any(t.is_inference() or not guard.alone(t) for t in live)
-        elif st.exported or not all(guard.possible(t) for t in live):
+        elif st.exported or not guard.possible(live):
             st.materialize()
             st.untrusted = True
             note(
@@ -124,5 +139,4 @@ def guard_all(note: Callable[[str], None]) -> None:
             )
         else:
             st.untrusted = False
-            for t in live:
-                guard.put(t)
+            guard.put(*live)

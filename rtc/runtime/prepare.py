@@ -17,7 +17,7 @@ from torch import fx
 from rtc.passes import entries
 from rtc.passes.analysis.exprs import evaluate, split_row_ids
 from rtc.passes.analysis.host import HostInfo
-from rtc.passes.analysis.layout import Fallback, Placement
+from rtc.passes.analysis.layout import Fallback, Placement, twice
 from rtc.passes.analysis.tables import ClassTables, TableReader, changed, shaped_rows
 from rtc.passes.drift import apart, common_turn
 from rtc.passes.plan import Cohort, Event
@@ -59,6 +59,7 @@ class CohortRuntime:
         self.index, self.cohort = index, cohort
         self.key = layout_key(cohort)
         self.extras = [e for e in extras if e.cohort == index]
+        self.turning = [e for e in self.extras if e.kind in ("fold", "unfold", "perm")]
         self.inputs = [c.info.index for c in cohort.caches]
         self.tables: dict[str, dict[Any, ClassTables]] = {}  # class -> read
         self.lead: dict[str, int] = {}
@@ -66,7 +67,8 @@ class CohortRuntime:
             if not (cohort.unified and v.raw):
                 reads = self.tables.setdefault(v.klass, {})
                 for key in v.by_read:
-                    reads.setdefault(key, entries.tables(host, cohort, v, key))
+                    if key not in reads:
+                        reads[key] = entries.tables(host, cohort, v, key)
                 self.lead[v.klass] = first_of_class(cohort, v)
         # what comparing two sets of rows gave: the places that differ, and a turn of the frame
         self.compared: dict[Any, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -122,7 +124,7 @@ class CohortRuntime:
                 came = where
                 stale = new & ~fresh
             else:
-                if len(np.unique(cids)) != len(cids):
+                if twice(cids):
                     raise Fallback("one slot is read twice in a call")
                 came = views.order(cids)
                 where = np.arange(len(cids))
@@ -160,7 +162,7 @@ class CohortRuntime:
                 for k, _ in event.present:
                     if k not in written[klass]:
                         at, _ = self._picked(ids, k)
-                        rows = self._framed(c, klass, tables.rows(env, keys[at]))
+                        rows = self._framed(c, klass, tables.rows(env, keys[at], memo))
                         self._table_inputs(out, e, k, klass, tables.readers, rows)
                         c.cid[where[at]] = cids[at]
                         written[klass].add(k)
@@ -287,16 +289,15 @@ class CohortRuntime:
 
     def _frames(self, out: Prepared, noted: dict[str, ClassState]) -> None:
         """Cosine and sine by which fresh rows and queries are turned back into the frame."""
-        for e in self.extras:
-            if e.kind in ("fold", "unfold"):
-                klass = self.cohort.views[e.view].klass
-                frame = noted[klass].frame
-                assert frame is not None
-                value = frame.real if e.operand == 0 else -frame.imag
-                out.extras[e] = torch.from_numpy(value.copy()).to(e.dtype)
-            elif e.kind == "perm":
-                perm = self.cohort.rotations[self.cohort.views[e.view].klass].perm
-                self._put(out, e, perm)
+        for e in self.turning:
+            klass = self.cohort.views[e.view].klass
+            if e.kind == "perm":
+                self._put(out, e, self.cohort.rotations[klass].perm)
+                continue
+            frame = noted[klass].frame
+            assert frame is not None
+            value = frame.real if e.operand == 0 else -frame.imag
+            out.extras[e] = torch.from_numpy(value.copy()).to(e.dtype)
 
     def _picked(self, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions of source ``k``'s rows, in row order, and the rows."""

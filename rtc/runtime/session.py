@@ -25,10 +25,20 @@ from rtc.passes.drift import LOOK_AHEAD
 from rtc.passes.pipeline import Result
 from rtc.passes.rewrite import Extra
 from rtc.runtime import guard
-from rtc.runtime.owners import OWNERS, TURN, guard_all, lift_all, owners, owns, release, take
+from rtc.runtime.owners import (
+    OWNERS,
+    TURN,
+    guard_all,
+    keepers,
+    lift_all,
+    owners,
+    owns,
+    release,
+    take,
+)
 from rtc.runtime.prepare import CohortRuntime, Prepared, Refresh
 from rtc.runtime.refresh import Part, Refresher, sent
-from rtc.runtime.state import CohortState, Counters, Handle, Stamp
+from rtc.runtime.state import CohortState, Counters, Handle, Kept, Stamp
 from rtc.runtime.step import KEPT, Step
 
 _REHEARSAL_SECONDS = 1.0
@@ -83,10 +93,8 @@ class Session:
 
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
-        if OWNERS:
-            seen = {id(st): st for a in args if id(a) in OWNERS for st in owners(a)}
-            for st in seen.values():
-                st.check_versions()
+        for st in keepers(args):
+            st.check_versions()
 
     def after_graph(self) -> None:
         """Note versions once AOT's wrapper has run."""
@@ -108,8 +116,7 @@ class Session:
         with TURN:
             for st in self.states:
                 if owns(st):
-                    for t in st.tensors():
-                        guard.lift(t)
+                    guard.lift(*st.tensors())
                     st.materialize(between=True)
             guard_all(self.note)
 
@@ -188,6 +195,7 @@ class GraphRuntime:
         self.plan = plan = result.plan
         self.extras = result.rewritten.extras
         self.scale_nodes = result.rewritten.scales
+        self.scales: dict[int, list[torch.Tensor] | None] = {}  # by cohort, as last taken
         self.lifted = [Lifted(plan.host, n) for n in result.rewritten.lifted]
         self.varying = [(i, e) for i, e in enumerate(self.extras) if e.kind not in KEPT]
         self.step: Step | None = None  # replays steps, where that is wanted
@@ -200,6 +208,9 @@ class GraphRuntime:
             for i, c in enumerate(plan.cohorts)
             if c.order != "plain"
         ]
+        # of each cohort's caches: the numbers of the user's tensors, and the state last found
+        self.behind = {c.index: [self._user(i) for i in c.inputs] for c in self.cohorts}
+        self.found: dict[int, weakref.ref[CohortState]] = {}
         self.parts = [i for i in self.inputs if i.part is not None]
         self.host = self._program(tables=True)
         self.verified = self.rehearsed = False
@@ -252,8 +263,8 @@ class GraphRuntime:
             return self._call(args_in)
         except BaseException:
             # AOT's wrapper counted the versions up before: nobody else wrote
-            seen = {id(st): st for a in args_in for st in owners(a)}
-            self.session.touched += [st for st in seen.values() if st not in self.session.touched]
+            touched = self.session.touched
+            touched += [st for st in keepers(args_in) if st not in touched]
             raise
         finally:
             self.const.args = ()  # a freed cache must not be kept alive
@@ -262,7 +273,7 @@ class GraphRuntime:
         states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
         try:
             for i in self.others if OWNERS else ():
-                t = self._tensor(args_in, i.index)
+                t = args_in[self._user(i.index)]
                 for st in owners(t):
                     if any(Handle(t, i.part).overlaps(h) for h in st.handles):
                         st.materialize()
@@ -289,16 +300,11 @@ class GraphRuntime:
                 states.append((c, st, prep))
         except Fallback as e:
             return self._run_plain(args_in, str(e))
-        self.const.scales = {
-            n: st.scales[e.operand]
-            for n, e in self.scale_nodes.items()
-            for c, st, _ in states
-            if c.index == e.cohort and st.scales is not None
-        }
+        self._know_scales(states)
         try:
             for c, st, prep in states:
                 self._refresh(c, st, prep, args_in)
-            out = self._run(args_in, states, env, ahead)
+            out = self._run(args_in, states, (env, memo), ahead)
         except BaseException:
             for _, st, _ in states:
                 self._broken(st)
@@ -314,6 +320,18 @@ class GraphRuntime:
             self._rehearse(args_in, states, consts)
         self._look_ahead(ints, consts, states)
         return out
+
+    def _know_scales(self, states: list[tuple[CohortRuntime, CohortState, Prepared]]) -> None:
+        """Let constant expressions take the scales of these states."""
+        now = {c.index: st.scales for c, st, _ in states}
+        if now.keys() == self.scales.keys() and all(now[i] is x for i, x in self.scales.items()):
+            return
+        self.scales = now
+        self.const.scales = {
+            n: scales[e.operand]
+            for n, e in self.scale_nodes.items()
+            if (scales := now.get(e.cohort)) is not None
+        }
 
     def _finish(self, states: list[tuple[CohortRuntime, CohortState, Prepared]]) -> None:
         """Note that the call ran; twice does no harm."""
@@ -340,7 +358,7 @@ class GraphRuntime:
         with contextlib.suppress(Exception):
             env, memo = self.host.run(coming, consts), {}  # type: ignore[var-annotated]
             preps = [(c, st, c.prepare(st, env, memo)) for c, st, _ in states]
-            sent = {i: self._extra(e, preps, env) for i, e in self.varying}
+            sent = {i: self._extra(e, preps, env, memo) for i, e in self.varying}
             held = {c.index: (weakref.ref(st), st.changes, prep) for c, st, prep in preps}
             self.ahead = Ahead(coming, dict(consts), env, held, sent)
 
@@ -362,43 +380,48 @@ class GraphRuntime:
                     self.refresher.expect(st, parts, self.const, self._const_args(args))
 
     def _run(
-        self, args: list[Any], states: list[Any], env: Mapping[fx.Node, Any], ahead: Ahead | None
-    ) -> Any:
-        extras: list[Any] = [None] * len(self.extras)
-        for c, st, _ in states:
-            for i, value in self._kept(c, st):
+        self, args: list[Any], states: list[Any],
+        host: tuple[Mapping[fx.Node, Any], dict[Any, Any]], ahead: Ahead | None,
+    ) -> Any:  # fmt: skip
+        """``host``: this call's values, and what was worked out from them."""
+        env, memo = host
+        kept = [self._kept(c, st) for c, st, _ in states]
+        extras: list[Any] = list(kept[0].row)
+        for k in kept[1:]:
+            for i, value in k.values.items():
                 extras[i] = value
         self.session.counters.prepared_ahead += ahead is not None
         self.misses = 0 if ahead is not None else self.misses + 1
         for i, e in self.varying:
-            extras[i] = self._extra(e, states, env) if ahead is None else ahead.sent[i]
+            extras[i] = self._extra(e, states, env, memo) if ahead is None else ahead.sent[i]
         if self.step is not None and not self.step.blockers:
             owner = states[0][1].steps
             try:
-                return self.step(owner, args, extras, self.session.counters)
+                marks = [k.mark for k in kept]
+                return self.step(owner, args, extras, marks, self.session.counters)
             except CaptureError as e:
                 self.session.note(f"steps run without a CUDA graph: {e}")
                 self.step = None
         return self.rewritten([*args, *(self._sent(x, args) for x in extras)])
 
-    def _kept(self, c: CohortRuntime, st: CohortState) -> list[tuple[int, torch.Tensor]]:
-        """Inputs of one cohort that lie on its device from call to call, with their numbers."""
+    def _kept(self, c: CohortRuntime, st: CohortState) -> Kept:
+        """Inputs of one cohort that lie on its device from call to call."""
         # by cohort: caches that two cohorts lay out alike may change places between calls
         kept = st.kept.setdefault(self, {})
         have = kept.get(c.index)
-        if have is None or have[0] is not st.scales:
-            values: list[tuple[int, torch.Tensor]] = []
+        if have is None or have.scales is not st.scales:
+            values: dict[int, torch.Tensor] = {}
             for i, e in enumerate(self.extras):
                 if e.kind in KEPT and e.cohort == c.index:
                     if e.kind == "view":
-                        values.append((i, st.storages[e.view]))
+                        values[i] = st.storages[e.view]
                     elif e.kind == "scale":
                         assert st.scales is not None
-                        values.append((i, st.scales[e.operand]))
+                        values[i] = st.scales[e.operand]
                     else:
-                        values.append((i, st.saturated))
-            have = kept[c.index] = st.scales, values
-        return have[1]
+                        values[i] = st.saturated
+            have = kept[c.index] = Kept(st.scales, values, len(self.extras))
+        return have
 
     def _sent(self, value: torch.Tensor, args: list[Any]) -> torch.Tensor:
         device = args[self.cohorts[0].inputs[0]].device
@@ -437,17 +460,17 @@ class GraphRuntime:
         self.session.note(f"a call took the plain path: {reason}")
         for c in self.cohorts:
             for i in c.inputs:
-                for st in owners(self._tensor(args, i)):
+                for st in owners(args[self._user(i)]):
                     st.materialize()
                     st.invalidate()
                     if st not in self.session.touched:
                         self.session.touched.append(st)
         return self.plain(args[: len(self.inputs) - len(self.parts)])
 
-    def _tensor(self, args: list[Any], index: int) -> torch.Tensor:
-        """The user's tensor behind an input."""
+    def _user(self, index: int) -> int:
+        """The number of the user's tensor behind an input."""
         info = self.inputs[index]
-        return args[info.index if info.parent is None else info.parent.index]
+        return info.index if info.parent is None else info.parent.index
 
     def _consts(self, args: list[Any]) -> dict[fx.Node, torch.Tensor]:
         """Constant inputs of the host's program, as CPU tensors."""
@@ -480,33 +503,38 @@ class GraphRuntime:
         return [Stamp(t, self.session.epoch) for t in self._const_args(args)]
 
     def _state(self, c: CohortRuntime, args: list[Any]) -> CohortState:
-        handles = [Handle(self._tensor(args, i), self.inputs[i].part) for i in c.inputs]
-        key = c.key
+        behind = [args[i] for i in self.behind[c.index]]
+        ref = self.found.get(c.index)
+        st = None if ref is None else ref()
+        if st is None or st.released or not st.lies_on(behind):
+            st = self._find_or_make(c, args, behind)
+            self.found[c.index] = weakref.ref(st)
+        if st not in self.session.states:  # another compiled model made it
+            self.session.states.append(st)
+        return st
+
+    def _find_or_make(
+        self, c: CohortRuntime, args: list[Any], behind: list[torch.Tensor]
+    ) -> CohortState:
+        handles = [Handle(t, self.inputs[i].part) for t, i in zip(behind, c.inputs, strict=True)]
         ids = tuple(h.key for h in handles)
-        users = list(
-            {
-                h.key[0]: self._tensor(args, i) for h, i in zip(handles, c.inputs, strict=True)
-            }.values()
-        )
+        users = list({id(t): t for t in behind}.values())
         for t in users:
             for st in owners(t):
-                if st.ids == ids and st.key == key:
-                    if st not in self.session.states:  # another compiled model made it
-                        self.session.states.append(st)
+                if st.ids == ids and st.key == c.key:
                     return st
-        for t, h in ((self._tensor(args, i), h) for h, i in zip(handles, c.inputs, strict=True)):
+        for t, h in zip(behind, handles, strict=True):
             for st in owners(t):
                 if any(h.overlaps(other) for other in st.handles):
                     release(st)
         for i in c.inputs:
             if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():
                 raise Fallback("a cache with several slot axes is not contiguous")
-        st = CohortState(key, c.cohort, handles, self.session.counters)
+        st = CohortState(c.key, c.cohort, handles, self.session.counters)
         st.write_back, st.watched = self.session.write_back, self.session.watches
         st.record_versions()
         take(st, users)
         self.session.states = [s for s in self.session.states if owns(s)]
-        self.session.states.append(st)
         return st
 
     def _refresh(self, c: CohortRuntime, st: CohortState, prep: Prepared, args: list[Any]) -> None:
@@ -525,10 +553,13 @@ class GraphRuntime:
         tensors = (args[i.index] for i in self.const_inputs)
         return [t for t in tensors if isinstance(t, torch.Tensor)]
 
-    def _extra(self, e: Extra, states: list[Any], env: Mapping[fx.Node, Any]) -> torch.Tensor:
+    def _extra(
+        self, e: Extra, states: list[Any], env: Mapping[fx.Node, Any], memo: dict[Any, Any]
+    ) -> torch.Tensor:
         """The value of a new input that the host works out in every call."""
         if e.kind == "host":
-            return self.lifted[e.operand].value(env).to(e.dtype).reshape(e.shape).contiguous()
+            value = self.lifted[e.operand].value(env, memo)
+            return value.to(e.dtype).reshape(e.shape).contiguous()
         prep: Prepared = next(s[2] for s in states if s[0].index == e.cohort)
         return prep.extras[e]
 

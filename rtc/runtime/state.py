@@ -8,6 +8,7 @@ before the graph runs.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,13 +64,44 @@ class Stamp:
         version = None if tensor.is_inference() else tensor._version
         self.rest = (version, tensor.data_ptr(), epoch)
 
-    def is_of(self, tensor: torch.Tensor, epoch: int) -> bool:
-        """Whether it is this tensor, unchanged."""
-        return self.ref() is tensor and self.rest == (tensor._version, tensor.data_ptr(), epoch)
-
     def same(self, other: Stamp) -> bool:
         mine = self.ref()
         return mine is not None and mine is other.ref() and self.rest == other.rest
+
+
+class Stamps:
+    """Stamps of many tensors, compared at once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], epoch: int) -> None:
+        self.refs = [weakref.ref(t) for t in tensors]
+        self.rest = self._rest(tensors, epoch)
+
+    @staticmethod
+    def _rest(tensors: Sequence[torch.Tensor], epoch: int) -> tuple[Any, ...]:
+        return versions(tensors), [t.data_ptr() for t in tensors], epoch
+
+    def are_of(self, tensors: Sequence[torch.Tensor], epoch: int) -> bool:
+        """Whether these are the tensors, unchanged; writes to inference tensors cannot be seen."""
+        if len(tensors) != len(self.refs):
+            return False
+        if not all(map(operator.is_, [ref() for ref in self.refs], tensors)):
+            return False
+        now = self._rest(tensors, epoch)
+        return now == self.rest and None not in now[0]
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """How often each was written; None for inference tensors, which do not count it."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [None if t.is_inference() else t._version for t in tensors]
+
+
+_FREED = (
+    "a cache tensor was freed while rtc kept its state: hold the tensors for as long as the "
+    "compiled model runs on them, or call compiled.close() first"
+)
 
 
 def layout_key(cohort: Cohort) -> tuple[Any, ...]:
@@ -90,6 +122,20 @@ class Counters:
     prepared_ahead: int = 0  # calls whose host work was done while the call before ran
 
 
+class Kept:
+    """Inputs of a graph that lie on the device from call to call, with their numbers.
+
+    Nobody but rtc has these tensors: while the object is the same they are, and lie, as before.
+    """
+
+    def __init__(
+        self, scales: list[torch.Tensor] | None, values: dict[int, torch.Tensor], inputs: int
+    ) -> None:
+        self.scales, self.values = scales, values
+        self.row: list[torch.Tensor | None] = [values.get(i) for i in range(inputs)]
+        self.mark = object()  # may be held for longer than the tensors should live
+
+
 def _device(cohort: Cohort) -> torch.device:
     return cohort.caches[0].info.node.meta["val"].device
 
@@ -104,6 +150,7 @@ class CohortState:
         self.handles = list(handles)
         self.ids = tuple(h.key for h in handles)
         self.by_id = {h.key[0]: h for h in handles}
+        self._refs = [h.ref for h in self.by_id.values()]  # of the user's tensors, each once
         self.dims = [c.dims for c in cohort.caches]
         self.counters = counters
         self.unified = cohort.unified
@@ -126,7 +173,7 @@ class CohortState:
                 )
             self.axes[j] = v.axis
             self.classes.setdefault(v.klass, ClassState(np.full(cap, -1, dtype=np.int64)))
-        self.versions: list[int | None] = [None] * len(handles)
+        self.versions: list[int | None] = [None] * len(self._refs)  # of the user's tensors
         self.write_back = False  # the caches must be in order after every call
         self.watched = True  # guarded between calls
         self.exported = False  # its memory was handed out: it must stay in order
@@ -136,9 +183,7 @@ class CohortState:
         # captured steps that run on this state; one goes with the graph that it replays
         self.steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         # of a graph, by cohort: inputs that stay while the scales do, with their numbers
-        self.kept: weakref.WeakKeyDictionary[
-            Any, dict[int, tuple[Any, list[tuple[int, torch.Tensor]]]]
-        ] = weakref.WeakKeyDictionary()
+        self.kept: weakref.WeakKeyDictionary[Any, dict[int, Kept]] = weakref.WeakKeyDictionary()
         self.changes = 0  # counts up whenever slots, views or scales are others than before
         self.released = False
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from
@@ -156,12 +201,16 @@ class CohortState:
 
     def tensors(self) -> list[torch.Tensor]:
         """The user's live tensors, each once."""
-        live = {id(t): t for h in self.handles if (t := h.owner()) is not None}
-        return list(live.values())
+        return [t for ref in self._refs if (t := ref()) is not None]
 
     @property
     def alive(self) -> bool:
-        return all(h.owner() is not None for h in self.handles)
+        return len(self.tensors()) == len(self._refs)
+
+    def lies_on(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the tensors behind its caches, in the cohort's order."""
+        mine = [h.ref() for h in self.handles]
+        return len(mine) == len(tensors) and all(map(operator.is_, mine, tensors))
 
     def caches(self) -> list[torch.Tensor]:
         """The caches (parts cut out of stacked tensors), in the cohort's order."""
@@ -169,10 +218,7 @@ class CohortState:
         for h in self.handles:
             t = h.ref()
             if t is None:
-                raise StateError(
-                    "a cache tensor was freed while rtc kept its state: hold the tensors for as "
-                    "long as the compiled model runs on them, or call compiled.close() first"
-                )
+                raise StateError(_FREED)
             out.append(t if h.part is None else h.cut(t))
         return out
 
@@ -240,8 +286,8 @@ class CohortState:
 
     def _check_untouched(self) -> None:
         """Raise StateError if a cache in ring order was written past the guard."""
-        for h, version in zip(self.handles, self.versions, strict=True):
-            t = h.owner()
+        for ref, version in zip(self._refs, self.versions, strict=True):
+            t = ref()
             if t is None or t.is_inference() or version is None or t._version == version:
                 continue
             raise StateError(
@@ -256,12 +302,18 @@ class CohortState:
             self.dirty = False
             self.materialize()
             self.invalidate()
-        for i, t in enumerate(self.caches()):
-            if t.is_inference() or self.versions[i] is None or t._version == self.versions[i]:
+        live = self.tensors()
+        if len(live) < len(self._refs):
+            raise StateError(_FREED)
+        now = versions(live)
+        if now == self.versions:
+            return
+        for t, then, new in zip(live, self.versions, now, strict=True):
+            if then is None or new is None or then == new:
                 continue
             if not self.in_order:
                 raise StateError(
-                    f"cache {i} of shape {tuple(t.shape)} was written through another alias while "
+                    f"a cache of shape {tuple(t.shape)} was written through another alias while "
                     "rtc kept it in ring order. Write through the tensor that the model holds, or "
                     "call compiled.materialize() first."
                 )
@@ -275,7 +327,10 @@ class CohortState:
         self.dirty |= any(t.is_inference() for t in self.caches())
 
     def record_versions(self) -> None:
-        self.versions = [None if t.is_inference() else t._version for t in self.caches()]
+        live = self.tensors()
+        if len(live) < len(self._refs):
+            raise StateError(_FREED)
+        self.versions = versions(live)
 
     # -- constants -----------------------------------------------------------------------------
 

@@ -52,21 +52,24 @@ class Step:
 
     def __call__(
         self, owner: MutableMapping[Any, Any], args: list[Any], extras: list[torch.Tensor],
-        counters: Counters,
+        marks: list[object], counters: Counters,
     ) -> Any:  # fmt: skip
-        """Run one call. ``owner``: the captured steps of the state that the call runs on."""
-        fixed = [args[i] for i in self.fixed] + [extras[i] for i in self.kept]
+        """Run one call. ``owner``: the captured steps of the state that the call runs on.
+
+        ``marks``: the same objects while all extras of the kinds KEPT are where and what they were.
+        """
+        fixed = [args[i] for i in self.fixed]
         copied = [args[i] for i in self.copied]
         have = owner.get(self)
-        if have is None or have[1].moved(fixed) or not have[1].fits(copied):
+        if have is None or have[2] != marks or have[1].moved(fixed) or not have[1].fits(copied):
             device = extras[self.kept[0]].device if self.kept else fixed[0].device
             with torch.inference_mode(False):  # kept for calls in any mode
                 staging = Staging(self.specs, device)
-            have = owner[self] = staging, StepGraph(self.run)
-        staging, graph = have
+            have = owner[self] = staging, StepGraph(self.run), marks
+        staging, graph, _ = have
         staging.put([extras[i] for i in self.sent])
         if isinstance(self.run, WithConstants):
-            self.run.refresh([*args, *extras])
+            self.run.refresh(args, extras, marks)
 
         def arrange(static: Sequence[torch.Tensor]) -> list[Any]:
             out, new = list(args), list(extras)

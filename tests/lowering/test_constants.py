@@ -56,6 +56,30 @@ def test_made_again_only_if_a_parameter_changed():
     assert where == [t.data_ptr() for t in run.held]
 
 
+def test_what_is_vouched_for_is_not_looked_at_the_rest_is():
+    """A replay runs nothing that would look again: two sessions have scales of their own."""
+    given = list(args())
+    parts = split(traced(step, *given), [1, 2])
+    run = WithConstants(lambda a: parts.main(*a), lambda a: parts.constants(*a), parts.where)
+    one, two = object(), object()
+
+    def made(mark, *more):
+        run.refresh(given[:2], more, [mark])
+        for have, want in zip(run.held, parts.constants(given[1], *more), strict=True):
+            torch.testing.assert_close(have, want)
+        return run.made
+
+    scale = given[2] * 3
+    assert [made(one, given[2]), made(one, given[2]), made(two, scale), made(two, scale)] == [
+        1, 1, 2, 2
+    ]  # fmt: skip
+    assert made(one, given[2]) == 3
+    given[1].mul_(2)
+    assert made(one, given[2]) == 4
+    run(list(given))
+    assert made(one, given[2]) == 4
+
+
 def test_inference_tensors_are_read_in_every_call():
     with torch.inference_mode():
         given = list(args())

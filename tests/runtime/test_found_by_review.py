@@ -288,7 +288,11 @@ def test_each_of_two_compiled_models_puts_shared_caches_in_order():
             torch.testing.assert_close(compiled(x(step), step), eager(x(step), step))
 
 
-@pytest.mark.parametrize("where", [(CohortRuntime, "finish"), (guard, "possible"), (guard, "lift")])
+@pytest.mark.parametrize(
+    "where",
+    [(CohortRuntime, "finish"), (guard, "possible"), (guard, "lift"), (guard, "put")],
+    ids=lambda where: where[1],
+)
 @pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
 def test_ctrl_c_after_the_step_leaves_no_cache_unwatched(options, where, monkeypatch):
     """The caches lie in ring order then: whoever looks next must get them in order."""
@@ -299,6 +303,8 @@ def test_ctrl_c_after_the_step_leaves_no_cache_unwatched(options, where, monkeyp
         monkeypatch.setattr(*where, done)
         if where[1] == "lift":
             done(*args)
+        if where[1] == "put":  # some are guarded by then
+            done(args[0])
         raise KeyboardInterrupt
 
     with torch.no_grad():

@@ -2,8 +2,13 @@
 
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from rtc.passes.analysis.tables import ClassTables
 
 from .models import Attention, chain, close, pair, rope, x, zeros
 
@@ -78,6 +83,26 @@ def test_keys_are_one_number_a_slot_and_axis():
     assert max(run(Sliced)) <= 2 * 8
     assert max(run(Indexed)) <= 2 * 8
     assert max(run(Grid)) <= 4 * 8
+
+
+def test_keys_that_operands_share_stand_there_once():
+    keys = {name: torch.arange(3)[:, None] * at for at, name in enumerate("abc", 1)}
+
+    def reader(names):
+        def rows(env, parts, memo):
+            return torch.cat(parts, 1)
+
+        return SimpleNamespace(idents=names, keys=lambda *args: [keys[n] for n in names], rows=rows)
+
+    readers = [reader(names) for names in (["a", "b"], ["b", "a"], ["b", "c"], [])]
+    readers[-1].rows = lambda env, parts, memo: len(parts)
+    tables = ClassTables(readers)
+    found = tables.keys(None, np.arange(3), {}, {})
+    assert found.shape == (3, 3 * 8)
+    *rows, none = tables.rows({}, found)
+    for got, names in zip(rows, ("ab", "ba", "bc"), strict=True):
+        assert torch.equal(got, torch.cat([keys[n] for n in names], 1))
+    assert none == 0
 
 
 def test_what_is_not_narrow_is_right():
