@@ -164,9 +164,7 @@ if triton is not None:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         if seen - want < 0:
             # Wait in full only once: a peer that is gone would cost the limit for each tile.
-            # An atomic: one value for all threads, as there are barriers in the loop.
-            late = tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0
-            polls = tl.where(late, limit, 0)
+            polls = tl.where(tl.load(error, volatile=True) != 0, limit, 0)
             while (seen - want < 0) & (polls < limit):
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
                 polls += 1
