@@ -58,7 +58,8 @@ class Stream(nn.Module):
             self.register_buffer(f"keys{i}", torch.zeros(1, 1, SLOTS, DIM))
         self.requires_grad_(False)
 
-    def forward(self, x, step: int):
+    def attend(self, i, q, k, step):
+        """Keys are values too; q and k [1, NEW, DIM]."""
         angle = (torch.arange(SLOTS) + step)[:, None] * 0.1 ** torch.arange(1.0, DIM // 2 + 1)
         cos, sin = angle.cos(), angle.sin()
 
@@ -67,12 +68,15 @@ class Stream(nn.Module):
             c, s = cos[-n:], sin[-n:]
             return torch.cat([a * c - b * s, a * s + b * c], -1)
 
+        keys = getattr(self, f"keys{i}")
+        keys.copy_(torch.cat([keys[:, :, NEW:], k[:, None]], 2))
+        y = F.scaled_dot_product_attention(turn(q[:, None], NEW), turn(keys, SLOTS), keys)
+        return y[:, 0]
+
+    def forward(self, x, step: int):
         for i in range(LAYERS):
-            keys = getattr(self, f"keys{i}")
             q, k = self.qk[i](F.layer_norm(x, (DIM,))).chunk(2, -1)
-            keys.copy_(torch.cat([keys[:, :, NEW:], k[:, None]], 2))
-            y = F.scaled_dot_product_attention(turn(q[:, None], NEW), turn(keys, SLOTS), keys)
-            x = x + self.out[i](y[:, 0]).float()
+            x = x + self.out[i](self.attend(i, q, k, step)).float()
         return x
 
 
@@ -86,38 +90,21 @@ class Blocks(Stream):
         self.register_buffer("vectors", torch.randn(LAYERS, 3, DIM) * 0.3)
         self.register_buffer("unit", torch.tensor(0.02))
 
-    def block(self, i, x, step):
-        gate, scale, shift = self.vectors[i]
-        n = F.layer_norm(x.float(), (DIM,)) * (1 + scale) + shift
-        n = n.flatten(0, 1)
+    def project(self, i, x):
+        """Queries and keys, by rows in FP8."""
+        _, scale, shift = self.vectors[i]
+        n = (F.layer_norm(x.float(), (DIM,)) * (1 + scale) + shift).flatten(0, 1)
         s = n.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-        n8 = (n / s).clamp(-448, 448).to(FP8)
-        w = getattr(self, f"w{i}")
-        qk = torch._scaled_mm(n8, w.t(), torch.ones(()), self.unit, out_dtype=torch.float32)
-        q, k = (qk * s).unflatten(0, x.shape[:2]).chunk(2, -1)
-        angle = (torch.arange(SLOTS) + step)[:, None] * 0.1 ** torch.arange(1.0, DIM // 2 + 1)
-        cos, sin = angle.cos(), angle.sin()
-
-        def turn(y, n):
-            a, b = y.chunk(2, -1)
-            c, s = cos[-n:], sin[-n:]
-            return torch.cat([a * c - b * s, a * s + b * c], -1)
-
-        keys = getattr(self, f"keys{i}")
-        keys.copy_(torch.cat([keys[:, :, NEW:], k[:, None]], 2))
-        y = F.scaled_dot_product_attention(turn(q[:, None], NEW), turn(keys, SLOTS), keys)
-        return x + gate.to(BF16) * self.out[i](y[:, 0])
+        n8, w = (n / s).clamp(-448, 448).to(FP8), getattr(self, f"w{i}")
+        y = torch._scaled_mm(n8, w.t(), torch.ones(()), self.unit, out_dtype=torch.float32)
+        return (y * s).unflatten(0, x.shape[:2]).chunk(2, -1)
 
     def forward(self, x, step: int):
         x = x.to(BF16)
         for i in range(LAYERS):
-            x = self.block(i, x, step)
-        _, scale, shift = self.vectors[0]
-        n = (F.layer_norm(x.float(), (DIM,)) * (1 + scale) + shift).flatten(0, 1)
-        s = n.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-        n8 = (n / s).clamp(-448, 448).to(FP8)  # of the last block's sum as well
-        y = torch._scaled_mm(n8, self.w0.t(), torch.ones(()), self.unit, out_dtype=torch.float32)
-        y = (y * s)[:, :DIM].unflatten(0, x.shape[:2])
+            q, k = self.project(i, x)
+            x = x + self.vectors[i, 0].to(BF16) * self.out[i](self.attend(i, q, k, step))
+        y, _ = self.project(0, x)  # a norm of the last block's sum as well
         return y + x.float() if self.whole else y
 
     whole = True

@@ -29,18 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FP8, BF16, F64 = torch.float8_e4m3fn, torch.bfloat16, torch.float64
 INTERPRET = kernel.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
-if INTERPRET:
-    import triton.runtime.interpreter as interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_numpy(tensor, scope):
-        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 no longer takes."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_numpy
-
 
 def make(m, n, k, seed, rows=True):
     """x, w, x_scale, w_scale of one rank; scales ten times apart, so that another row's shows."""

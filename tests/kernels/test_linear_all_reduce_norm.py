@@ -21,18 +21,6 @@ from rtc.kernels.linear_all_reduce_space import CONTROL, ERROR, Space
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 INTERPRET = rows.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
-if INTERPRET:
-    import triton.runtime.interpreter as interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_numpy(tensor, scope):
-        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 no longer takes."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_numpy
-
 in_interpreter = pytest.mark.skipif(not INTERPRET, reason="in a process with TRITON_INTERPRET=1")
 
 

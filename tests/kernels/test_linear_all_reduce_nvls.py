@@ -30,18 +30,6 @@ FP8, BF16, F16, F64 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.
 INTERPRET = nvls.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 
-if INTERPRET:
-    import triton.runtime.interpreter as interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_numpy(tensor, scope):
-        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 no longer takes."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_numpy
-
 
 # Consent and refusals.
 

@@ -38,18 +38,6 @@ CONFIGS = [
 # than the 4 CTAs that the interpreter pretends to run; K of one step; a tail of sets of two tiles.
 SHAPES = [(37, 104, 160), (37, 101, 64), (5, 16, 320), (70, 130, 16), (37, 72, 320)]
 
-if INTERPRET:
-    import triton.runtime.interpreter as interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_for_numpy(tensor, scope):
-        """Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 no longer takes."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_for_numpy
-
 
 def make(M, N, K, *, rows=True, device="cpu", seed=0, pad=0) -> Args:
     """x, w, x_scale, w_scale; every row its own scale with ``rows``; rows K + pad apart."""
