@@ -52,11 +52,12 @@ def fake(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
     """The fake value of ``target(*args, **kwargs)``, made once for all calls alike in a compile.
 
     A model asks for the same few hundred values over and over, and torch's own cache takes some
-    100 us to find one. So nodes may share a value: nothing goes by which object it is.
+    100 us to find one. So nodes may share a value: nothing goes by which object it is. Views never
+    do: whose memory they look at decides what compilers take for aliases.
     """
     known = mode.__dict__.setdefault("_rtc_known", {})  # as long as the mode, which values hold
     key = None
-    if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+    if isinstance(target, torch._ops.OpOverload) and not _aliases(target):
         try:
             key = (target, _told(args), _told(list(kwargs.items())))
             if key in known:
@@ -65,13 +66,26 @@ def fake(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
             key = None
     with mode, torch.no_grad():
         value = target(*args, **kwargs)
-    if key is not None:
+    if key is not None and not (_memory(value) & _memory((args, list(kwargs.values())))):
         try:
             _told(value)
             known[key] = value
         except _Untold:
             pass
     return value
+
+
+def _aliases(target: torch._ops.OpOverload) -> bool:
+    """Whether it writes to an argument, or may return a view of one."""
+    schema = target._schema
+    return any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+
+
+def _memory(a: Any) -> set[int]:
+    """Storages of all tensors in ``a``: not every view says in its schema that it is one."""
+    if isinstance(a, (list, tuple)):
+        return set().union(*map(_memory, a))
+    return {a.untyped_storage()._cdata} if isinstance(a, torch.Tensor) else set()
 
 
 def _told(a: Any) -> Any:

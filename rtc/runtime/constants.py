@@ -47,6 +47,8 @@ class WithConstants:
             return
         given = looked_at + [more[i - n] for i in self.where if i >= n]
         if not self.held or not self.stamps.are_of(given, epoch):
+            self.stamps = self.own = Stamps([], 0)  # after a Ctrl-C, none of them holds
+            self.marks = []
             self._make(given)
             self.stamps = Stamps(given, epoch)
         self.own, self.marks = Stamps(looked_at, epoch), [*marks]

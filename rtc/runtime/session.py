@@ -326,12 +326,12 @@ class GraphRuntime:
         now = {c.index: st.scales for c, st, _ in states}
         if now.keys() == self.scales.keys() and all(now[i] is x for i, x in self.scales.items()):
             return
-        self.scales = now
         self.const.scales = {
             n: scales[e.operand]
             for n, e in self.scale_nodes.items()
             if (scales := now.get(e.cohort)) is not None
         }
+        self.scales = now  # last: after a Ctrl-C before it, the next call does this again
 
     def _finish(self, states: list[tuple[CohortRuntime, CohortState, Prepared]]) -> None:
         """Note that the call ran; twice does no harm."""

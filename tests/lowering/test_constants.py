@@ -56,6 +56,37 @@ def test_made_again_only_if_a_parameter_changed():
     assert where == [t.data_ptr() for t in run.held]
 
 
+def test_interrupted_while_they_are_made():
+    """Two sessions take turns: what was made half for one is not taken for the other's."""
+    stop = []
+
+    def make(given):
+        yield given[0] * 2
+        if stop:
+            stop.clear()
+            raise KeyboardInterrupt
+        yield given[0] * 3
+
+    run = WithConstants(lambda a: list(a[1:]), lambda a: Lazily(make(a)), [0])
+    a, b = torch.ones(2), torch.full((2,), 5.0)
+    run([a])
+    stop.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        run([b])
+    assert [x.tolist() for x in run([a])] == [[2.0, 2.0], [3.0, 3.0]]
+
+
+class Lazily(list):  # type: ignore[type-arg]
+    """Made while they are copied, one after the other."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def __iter__(self):
+        return self.made
+
+
 def test_what_is_vouched_for_is_not_looked_at_the_rest_is():
     """A replay runs nothing that would look again: two sessions have scales of their own."""
     given = list(args())

@@ -1,18 +1,22 @@
 """What a call takes over from the call before: nothing that has changed since."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import fx
 
 import rtc
 from rtc.model import PRESETS, build, example_inputs
 from rtc.passes.analysis.layout import twice
 from rtc.passes.analysis.rowwise import RowTable
 from rtc.runtime import owners
+from rtc.runtime.session import ConstEval, GraphRuntime
 from rtc.runtime.state import Stamps
 from tests.runtime.models import EAGER, Attention, Given, chain, close, pair, rope, x, zeros
 
@@ -49,6 +53,30 @@ def test_scales_measured_anew_reach_captured_steps_and_constants(graph_runtimes)
         taken = {id(scale) for scale in runtime.const.scales.values()}
         assert taken
         assert taken <= {id(scale) for scale in state.scales}
+
+
+def test_interrupted_while_scales_are_looked_up():
+    """The next call looks them up again, instead of going on with the old ones."""
+
+    class Once(dict):
+        def items(self):
+            if not stopped:
+                stopped.append(True)
+                raise KeyboardInterrupt
+            return super().items()
+
+    stopped, key = [True], fx.Graph().placeholder("a")
+    runtime = GraphRuntime.__new__(GraphRuntime)
+    runtime.scales, runtime.const = {}, ConstEval({}, None)
+    runtime.scale_nodes = Once({key: SimpleNamespace(operand=0, cohort=0)})
+    cohort = SimpleNamespace(index=0)
+    for value in (1.0, 2.0):
+        states = [(cohort, SimpleNamespace(scales=[torch.tensor(value)]), None)]
+        with contextlib.suppress(KeyboardInterrupt):
+            runtime._know_scales(states)
+        runtime._know_scales(states)
+        assert runtime.const.scales == {key: torch.tensor(value)}
+        stopped.clear()
 
 
 @pytest.mark.parametrize("options", [EAGER, REPLAY], ids=["call", "replay"])
