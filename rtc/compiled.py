@@ -160,7 +160,10 @@ class Compiled:
         self._session.materialize()
 
     def invalidate(self) -> None:
-        """Say that the caches were changed in a way that rtc cannot have seen."""
+        """Say that caches, tables or parameters were written in a way that rtc cannot have seen.
+
+        Such are writes to inference tensors, which count no versions, and those of other libraries.
+        """
         self._session.invalidate()
 
     def close(self) -> None:
