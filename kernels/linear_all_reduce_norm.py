@@ -6,7 +6,8 @@
 
 Shapes and dtypes: those of ``rtc::linear_all_reduce`` (x, w and their scales) and of
 ``rtc::residual_modulate_quantize`` (the rest); residual [M, N] of ``dtype``.
-residual and the vectors must be the same on all ranks: a row is normed by one of them for all.
+residual and the vectors must be the same on all ranks: a row is normed by one of them for all. On
+the CPU that is compared in every call; on a GPU nothing looks.
 ``whole``: new holds all rows. Without, it holds those that this rank finishes: rank r's are
 ``own_rows(M, world, r)``; the others are undefined (NaN wherever that costs nothing), for readers
 that want no others, like this op's own ``residual``. q and s are whole, and the same bits on all
@@ -19,6 +20,8 @@ Source: own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -106,6 +109,8 @@ def _gathered(
 
     pg, m = sums._resolve(group), total.shape[0]
     mine = own_rows(m, world, pg.rank())
+    if not total.is_cuda:
+        _compare(n, world, pg)
     finished = _finished(total, n, slice(mine.start, mine.stop))
 
     def gather(own: torch.Tensor) -> torch.Tensor:
@@ -122,6 +127,28 @@ def _gathered(
         new = torch.full_like(total, float("nan"))
         new[mine.start : mine.stop] = finished[0]
     return new, gather(q.view(torch.uint8)).view(q.dtype), gather(s)
+
+
+def _compare(n: Norm, world: int, pg: Any) -> None:
+    """Raise ValueError, on all ranks, where they would not norm a row alike. Rows of residual that
+    are NaN on a rank are those that it does not have."""
+    import torch.distributed as dist
+
+    vectors = (n.gate, n.weight, n.bias, n.scale, n.shift)
+    weight = torch.arange(1, n.residual.shape[1] + 1, dtype=torch.float64)
+    sums_of = [n.residual.double() @ weight]
+    sums_of += [(v.reshape(1, -1).double() @ weight) for v in vectors if v is not None]
+    mine = torch.cat([*sums_of, torch.tensor([n.eps, n.floor], dtype=torch.float64)])
+    said = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(said, mine, group=pg)
+    every = torch.stack(said)
+    least = every.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
+    most = every.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0)
+    if bool(((least != most) & ~every.isnan().all(0)).any()):
+        raise ValueError(
+            "linear_all_reduce_norm: the residual or a vector of the norm differs between ranks: "
+            "compile without Options(fuse_all_reduce_norm=True)"
+        )
 
 
 @linear_all_reduce_norm.register_fake

@@ -203,6 +203,26 @@ def norms(world):
     return [chain(by_rows, (1, 5, 6), Blocks), chain({}, (), Blocks)]
 
 
+class Differs(Ends):
+    """A vector of the norms is not the same on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors[1, 1, 3] += dist.get_rank()
+
+
+def different():
+    try:
+        chain({"fuse_all_reduce_norm": True}, kind=Differs)
+    except ValueError as e:
+        return str(e)
+
+
+def test_the_word_that_all_is_replicated_is_held_against_the_values():
+    for said in run_ranks(different, 2):
+        assert "differs between ranks: compile without" in said
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_norms_its_own_rows(world):
     """Rows of others are NaN on the CPU where they are not to be read: none of them shows."""
