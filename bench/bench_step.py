@@ -21,7 +21,8 @@ less weights and caches; first GB: peak of the first calls; left GB: what a side
 % FP8: of the dense FP8 peak.
 
 Prints a table, appends a JSON line to bench/results/step.jsonl (where a side is missing or failed:
-to step_partial.jsonl beside it, and exits with 1 if one failed). Random weights and inputs.
+to step_partial.jsonl beside it, and exits with 1 if one failed). A run that is ended early (Ctrl-C,
+SIGTERM) writes the sides that it has. Random weights and inputs.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import functools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -80,6 +82,7 @@ def main() -> None:
         f"{cfg.cache_bytes(size) / 1e9:.2f} GB of caches, {cfg.flops_per_step / 1e12:.3g} TFLOP "
         f"and {cfg.calls} calls a step; stock: {kind}, {mode}; ranks: {args.world}"
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what `timeout` sends
     run = _alternate if args.alternate else _sequential
     rows = run(args, makers, model, dtype, say)
 
@@ -130,6 +133,18 @@ def _sequential(args: Any, makers: Makers, model: Any, dtype: Any, say: Any) -> 
     runner = measure.Sequential(model, inputs, args.device, args.check, args.warmup, args.tolerance)
     steps = {"eager": args.eager_steps, "torch.compile": args.stock_steps or args.steps}
     rows: dict[str, Any] = {}
+    try:
+        _each(args, makers, model, runner, steps, rows, say)
+    except KeyboardInterrupt:  # SIGTERM too
+        for name in makers:
+            rows.setdefault(name, {"failed": "the run was ended before"})
+    return rows
+
+
+def _each(
+    args: Any, makers: Makers, model: Any, runner: Any, steps: dict[str, int],
+    rows: dict[str, Any], say: Any,
+) -> None:  # fmt: skip
     for name, make in makers.items():
         if args.budget_s and say.seconds() > args.budget_s:
             rows[name] = {"failed": f"not started: --budget-s {args.budget_s} was over"}
@@ -142,7 +157,6 @@ def _sequential(args: Any, makers: Makers, model: Any, dtype: Any, say: Any) -> 
             print(rows[name].pop("traceback"), flush=True)
         if name == "eager" and "failed" in rows[name]:
             break  # nothing to compare with
-    return rows
 
 
 def _line(args: Any, cfg: Config, rows: dict[str, Any]) -> dict[str, Any]:

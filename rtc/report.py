@@ -158,7 +158,7 @@ class Report:
             lines.append(f"{g.name}: {g.nodes} nodes ({secs})")
             for p in g.passes:
                 state = f"{p['applied']} of {p['matched']}" if p["enabled"] else "off"
-                lines.append(f"  {p['name']:<16} {p['tier']:<9} {state}")
+                lines.append(f"  {p['name']:<22} {p['tier']:<9} {state}")
                 for r in _grouped(p["refused"]):
                     lines.append(f"    refused {r}")
                 for n in p["notes"]:

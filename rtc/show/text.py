@@ -48,7 +48,7 @@ def print_report(con: Console, report: dict[str, Any]) -> None:
 
 
 def print_pass(con: Console, row: PassRow) -> None:
-    head = Text.assemble("  ", (f"{row.name:<18}", "bold"), f"{row.tier:<10}")
+    head = Text.assemble("  ", (f"{row.name:<24}", "bold"), f"{row.tier:<10}")
     head.append(row.verdict, style=_STYLE.get(row.verdict, "dim"))
     if row.enabled and row.matched:
         head.append(f": {row.applied} of {row.matched} places")
