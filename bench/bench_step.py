@@ -21,8 +21,9 @@ less weights and caches; first GB: peak of the first calls; left GB: what a side
 % FP8: of the dense FP8 peak.
 
 Prints a table, appends a JSON line to bench/results/step.jsonl (where a side is missing or failed:
-to step_partial.jsonl beside it, and exits with 1 if one failed). A run that is ended early (Ctrl-C,
-SIGTERM) writes the sides that it has. Random weights and inputs.
+to step_partial.jsonl beside it, and exits with 1 if one failed). A run of one side
+after the other that is ended early (Ctrl-C, SIGTERM) writes those that it has. Weights and inputs
+are random.
 """
 
 import argparse

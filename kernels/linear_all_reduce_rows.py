@@ -46,10 +46,16 @@ except ImportError:  # the CPU builds of torch come without it
 if triton is not None:
     from rtc.kernels.linear_all_reduce_space import arrived, pointer
 
-__all__ = ["Norm", "Rows", "RowsLayout", "launch"]
+__all__ = ["Norm", "Rows", "RowsLayout", "launch", "own_rows"]
 
 PUBLISH, FINISH, COLLECT = 1, 2, 4
 WIDEST = 16384  # columns that a program holds
+
+
+def own_rows(m: int, world: int, rank: int) -> range:
+    """Rows that a rank finishes; the last ranks fewer, or none."""
+    own = -(-m // world)
+    return range(min(m, rank * own), min(m, (rank + 1) * own))
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class RowsLayout:
 
     def rows(self, rank: int) -> range:
         """Which a rank finishes."""
-        return range(min(self.m, rank * self.own), min(self.m, (rank + 1) * self.own))
+        return own_rows(self.m, self.world, rank)
 
     def part(self, buffer: torch.Tensor, rank: int, count: int) -> torch.Tensor:
         """Rank ``rank``'s part [count, N] of the rows that the buffer's owner finishes."""

@@ -16,6 +16,8 @@ from torch.distributed import _functional_collectives as collectives
 import rtc
 from rtc.backend import Compiler
 from rtc.exchanges import unordered
+from rtc.kernels.linear_all_reduce_norm import _compare
+from rtc.kernels.linear_all_reduce_rows import Norm
 from rtc.passes.analysis.layout import Fallback
 from rtc.runtime.prepare import CohortRuntime
 
@@ -221,6 +223,28 @@ def different():
 def test_the_word_that_all_is_replicated_is_held_against_the_values():
     for said in run_ranks(different, 2):
         assert "differs between ranks: compile without" in said
+
+
+def compared():
+    """Whether a difference between ranks is told: of a rounding, of a value, of a row not there."""
+    rank, said = dist.get_rank(), []
+    for far, there in ((2.0**-8, True), (0.5, True), (0.0, False)):
+        g = torch.Generator().manual_seed(0)
+        x, vector = torch.randn(4, DIM, generator=g), torch.randn(DIM, generator=g)
+        x[2] *= 1 + far * rank
+        if not there:
+            x[rank] = float("nan")
+        norm = Norm(x, None, vector, None, vector, vector, "rms", 1e-5, 1e-4, False)
+        try:
+            _compare(norm, 2, dist.group.WORLD)
+            said.append(False)
+        except ValueError:
+            said.append(True)
+    return said
+
+
+def test_what_is_compared():
+    assert run_ranks(compared, 2) == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("world", [2, 3])
