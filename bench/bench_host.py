@@ -4,9 +4,9 @@
 
 The model is narrow, so the device is never waited for; slots, tokens, positions and (with --layers
 60) caches are as many as those of the preset. Prints milliseconds a call (median, p95, resets
-apart), until the step was launched, and from there on, while the device works; appends a JSON line.
-On the CPU a replay does nothing once the step was captured: what is left is the host's share. With
---forbid-syncs a call that waits for the device ends the run.
+apart), until the step was launched (by part), and from there on, while the device works; appends a
+JSON line. On the CPU a replay does nothing once the step was captured: what is left is the host's
+share. With --forbid-syncs a call that waits for the device ends the run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 
 import rtc
 from bench.bench_step import _commit, _machine
-from bench.launch import Launches
+from bench.launch import Launches, Parts
 from rtc.graphs import step as step_graphs
 from rtc.model import PRESETS, build, example_inputs
 
@@ -71,8 +71,11 @@ def main() -> None:
     sync = torch.cuda.synchronize if args.device != "cpu" else lambda: None
     start = full.reset_period - 4
     seconds, launched, profile = {}, {}, cProfile.Profile()
-    launches = Launches(_Still if args.device == "cpu" else torch.cuda.CUDAGraph)
+    graphs = _Still if args.device == "cpu" else torch.cuda.CUDAGraph
+    launches = Launches(graphs)
     launches.__enter__()
+    parts = Parts(graphs)
+    parts.__enter__()
     for step in range(start, start + args.steps):
         inputs = example_inputs(cfg, step, seed=1, device=args.device)
         if not args.forbid_syncs:
@@ -87,6 +90,8 @@ def main() -> None:
         t = time.perf_counter()
         compiled(*inputs)
         seconds[step], launched[step] = time.perf_counter() - t, launches.since(t)
+        if step > start + 8 and not reset:
+            parts.call(t)
         if args.device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
         if profiled:
@@ -109,6 +114,7 @@ def main() -> None:
         "p95_ms": rest[int(0.95 * (len(rest) - 1))],
         "resets_ms": resets,
         "launch_ms": statistics.median(launch) if launch else None,
+        "launch_parts_ms": parts.medians(),
         "while_running_ms": statistics.median(after) if after else None,
         "syncs_forbidden": sum(s > start + 8 for s in seconds) if args.forbid_syncs else 0,
         "replays": compiled.report().to_dict()["runtime"]["replays"],
@@ -117,6 +123,8 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(28)
     print(f"host {line['host_ms']:.2f} ms a call, until launch {_ms(line['launch_ms'])}", end=", ")
     print(f"while the device works {_ms(line['while_running_ms'])}")
+    for name, ms in parts.medians().items():
+        print(f"  {ms:7.3f} ms  {name}")
     print(json.dumps(line))
     with Path(args.out).open("a") as f:
         f.write(json.dumps(line) + "\n")

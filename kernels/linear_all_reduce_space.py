@@ -163,8 +163,10 @@ if triton is not None:
         """
         seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         if seen - want < 0:
-            # Wait in full only once: a peer that is gone would cost the limit for each tile.
-            polls = tl.where(tl.load(error, volatile=True) != 0, limit, 0)
+            # Wait in full only once: a peer that is gone would cost the limit for each tile. By an
+            # atomic: one thread's value for all, where a load could part them at a barrier.
+            broken = tl.atomic_add(error, 0, sem="relaxed", scope="gpu")
+            polls = tl.where(broken != 0, limit, 0)
             while (seen - want < 0) & (polls < limit):
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
                 polls += 1

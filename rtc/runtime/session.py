@@ -360,6 +360,7 @@ class GraphRuntime:
             preps = [(c, st, c.prepare(st, env, memo)) for c, st, _ in states]
             sent = {i: self._extra(e, preps, env, memo) for i, e in self.varying}
             held = {c.index: (weakref.ref(st), st.changes, prep) for c, st, prep in preps}
+            self.step.foresee(states[0][1].steps, sent)
             self.ahead = Ahead(coming, dict(consts), env, held, sent)
 
     def _rehearse(

@@ -32,6 +32,20 @@ def test_staged_values_keep_their_addresses():
     assert all(w % 16 == 0 for w in where)
 
 
+def test_values_that_were_foreseen_are_sent_and_others_in_their_place():
+    staging = Staging([((3,), torch.int64), ((2,), torch.float32)], CPU)
+    for i in range(8):
+        foreseen = [torch.arange(3) + i, torch.tensor([0.5 * i, -1.0])]
+        before = [t.clone() for t in staging.device]
+        staging.fill(foreseen)
+        assert all(map(torch.equal, staging.device, before))  # a step may still be reading
+        came = foreseen if i % 2 else [foreseen[0], torch.tensor([7.0, i])]
+        staging.put(came)
+        assert all(map(torch.equal, staging.device, came))
+        staging.put([t + 1 for t in came])  # nothing is left over of what was foreseen
+        assert all(torch.equal(a, b + 1) for a, b in zip(staging.device, came, strict=True))
+
+
 def test_a_replay_reads_this_call_s_tensors_and_keeps_its_outputs_apart():
     weight = torch.randn(4, 4)
     step = StepGraph(lambda args: [args[0] @ args[1]])
