@@ -50,9 +50,7 @@ class Step:
                 )
         self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
 
-    def foresee(
-        self, owner: MutableMapping[Any, Any], sent: Mapping[int, torch.Tensor]
-    ) -> None:
+    def foresee(self, owner: MutableMapping[Any, Any], sent: Mapping[int, torch.Tensor]) -> None:
         """``sent``: what the next call will send, by the extra's number, if it is as foreseen."""
         have = owner.get(self)
         if have is not None:
