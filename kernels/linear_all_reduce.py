@@ -50,12 +50,13 @@ from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
 from rtc.kernels.linear_all_reduce_nvls import InSwitch
 from rtc.kernels.linear_all_reduce_rows import Rows, RowsLayout
-from rtc.kernels.linear_all_reduce_space import ERROR, Layout, Space
+from rtc.kernels.linear_all_reduce_space import ERROR, OTHERS, Layout, Space
 from rtc.kernels.linear_fp8 import check as check_linear
 from rtc.kernels.linear_fp8 import linear_fp8
 from rtc.kernels.linear_fp8_triton import rows_aligned
 
 __all__ = [
+    "OTHERS",
     "TABLE",
     "Copies",
     "InSwitch",

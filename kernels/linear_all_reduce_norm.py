@@ -6,8 +6,11 @@
 
 Shapes and dtypes: those of ``rtc::linear_all_reduce`` (x, w and their scales) and of
 ``rtc::residual_modulate_quantize`` (the rest); residual [M, N] of ``dtype``.
-residual and the vectors must be the same on all ranks: a row is normed by one of them for all. On
-the CPU that is compared in every call; on a GPU nothing looks.
+residual and the vectors must be the same on all ranks: a row is normed by one of them for all.
+Every call compares them, up to roundings: on the CPU by value (ValueError), on a GPU by digests, so
+that nobody waits: the result is NaN, and so are all later ones (linear_all_reduce_rows.py; without
+such a workspace nothing looks on a GPU).
+``compare``: the residual too. Without, it must be the ``new`` of a call before.
 ``whole``: new holds all rows. Without, it holds those that this rank finishes: rank r's are
 ``own_rows(M, world, r)``; the others are undefined (NaN wherever that costs nothing), for readers
 that want no others, like this op's own ``residual``. q and s are whole, and the same bits on all
@@ -64,12 +67,13 @@ def linear_all_reduce_norm(
     eps: float,
     floor: float,
     whole: bool,
+    compare: bool,
     dtype: torch.dtype,
     world: int,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(new, q, s). world: ranks of the group named ``group``."""
-    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole)
+    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole, compare)
     _check(x, w, x_scale, w_scale, dtype, world, n)
     if world > 1 and sums._resolve(group).size() != world:
         raise ValueError(f"linear_all_reduce_norm: group {group!r} is not of {world} ranks")
@@ -151,7 +155,7 @@ def _compare(n: Norm, world: int, pg: Any) -> None:
 
 @linear_all_reduce_norm.register_fake
 def _(x, w, x_scale, w_scale, residual, gate, weight, bias, scale, shift, norm, eps, floor, whole,
-      dtype, world, group):  # fmt: skip
-    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole)
+      compare, dtype, world, group):  # fmt: skip
+    n = Norm(residual, gate, weight, bias, scale, shift, norm, eps, floor, whole, compare)
     _check(x, w, x_scale, w_scale, dtype, world, n)
     return residual.new_empty(residual.shape), *tail._empty(residual)

@@ -25,6 +25,14 @@ after all those have ended this one.
 
 A wait is bounded (``Space``). A rank that has waited in vain tells all ranks before it ends; rows
 finished from then on are NaN, and so is every later call.
+
+A row is normed by one rank for all, so residual and vectors must be the same on all. Every call
+looks: with its scales a rank sends digests, which the finisher compares with its own. A digest of a
+row is its sums under 7 fixed patterns of signs, and its sum of squares: sums that differ by more
+than 2^-5 of the row's norm end like a wait in vain. Less may be another path's roundings. Where two
+rows differ by a tenth of their norm, one call in 17,000 sees nothing (0.25^7); all values of a
+vector, or many rows, are looked at in every call. The residual is compared where ``compare`` says
+so: a call that goes on from another's rows has nobody to compare them with.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ from typing import Any
 
 import torch
 
-from rtc.kernels.linear_all_reduce_space import CONTROL, DONE, EPOCH, ERROR, Space, _up
+from rtc.kernels.linear_all_reduce_space import CONTROL, DONE, EPOCH, ERROR, OTHERS, Space, _up
 from rtc.kernels.modulate_quantize import FP8, INTERPRET
 
 try:
@@ -49,6 +57,7 @@ if triton is not None:
 __all__ = ["Norm", "Rows", "RowsLayout", "launch", "own_rows"]
 
 PUBLISH, FINISH, COLLECT = 1, 2, 4
+VECTORS, DIGEST = 5, 8  # vectors of a norm; numbers of a digest
 WIDEST = 16384  # columns that a program holds
 
 
@@ -110,7 +119,7 @@ class RowsLayout:
 
     @property
     def ready(self) -> int:
-        """int32 [world]: rank r's part of that call, 4 * epoch + its kind, may be read."""
+        """int32 [world]: rank r's part of that call, 8 * epoch + its kind, may be read."""
         return CONTROL * 4
 
     @property
@@ -128,9 +137,19 @@ class RowsLayout:
         return _up(self.m, 64) + _up(self.n, 64)
 
     @property
+    def digests(self) -> int:
+        """float32 [world, VECTORS + own, DIGEST]: of rank r's vectors, and of its residual in this
+        rank's rows."""
+        return _up(self.scales + self.world * self.scale_stride * 4, 256)
+
+    @property
+    def digest_bytes(self) -> int:
+        return (VECTORS + self.own) * DIGEST * 4
+
+    @property
     def parts(self) -> int:
         """dtype [world, own, N]: rank r's part of this rank's rows."""
-        return _up(self.scales + self.world * self.scale_stride * 4, 1024)
+        return _up(self.digests + self.world * self.digest_bytes, 1024)
 
     @property
     def part_bytes(self) -> int:
@@ -195,6 +214,66 @@ if triton is not None:
             there = pointer(tl.load(bases + r), scales + rank * stride * 4, like)
             tl.store(there + i, xs, mask=i < M)
             tl.store(there + gap + i, ws, mask=i < N)
+
+    @triton.jit
+    def _put_digest(to, v_ptr, keep, c, DIGEST: tl.constexpr):
+        v = tl.load(v_ptr + c, mask=keep, other=0.0).to(tl.float32)
+        h = c.to(tl.uint32) * 0x9E3779B1
+        h = (h ^ (h >> 15)) * 0x85EBCA6B
+        h = h ^ (h >> 13)
+        for k in tl.static_range(DIGEST - 1):
+            minus = (h >> (4 * k + 2)) & 1
+            tl.store(to + k, tl.sum(tl.where(minus != 0, -v, v), 0))
+        tl.store(to + DIGEST - 1, tl.sum(v * v, 0))
+
+    @triton.jit
+    def _put_vector(v_ptr, number: tl.constexpr, like, bases, rank, digests, digest_bytes, keep, c,
+                    WORLD: tl.constexpr, DIGEST: tl.constexpr):  # fmt: skip
+        if v_ptr is not None:  # noqa: SIM102
+            if tl.program_id(0) == number:
+                for r in tl.static_range(WORLD):
+                    there = pointer(tl.load(bases + r), digests + rank * digest_bytes, like)
+                    _put_digest(there + number * DIGEST, v_ptr, keep, c, DIGEST)
+
+    @triton.jit(do_not_specialize=["rank"])
+    def _digests_kernel(x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, like, bases,
+                        x_stride, own, rank, digests, digest_bytes, C: tl.constexpr,
+                        BLOCK: tl.constexpr, WORLD: tl.constexpr, VECTORS: tl.constexpr,
+                        DIGEST: tl.constexpr):  # fmt: skip
+        """Digests of this rank's vectors to all, of its residual's rows to their finishers."""
+        pid = tl.program_id(0)
+        c = tl.arange(0, BLOCK)
+        keep = c < C
+        to = (like, bases, rank, digests, digest_bytes, keep, c)
+        _put_vector(gate_ptr, 0, *to, WORLD, DIGEST)
+        _put_vector(weight_ptr, 1, *to, WORLD, DIGEST)
+        _put_vector(bias_ptr, 2, *to, WORLD, DIGEST)
+        _put_vector(scale_ptr, 3, *to, WORLD, DIGEST)
+        _put_vector(shift_ptr, 4, *to, WORLD, DIGEST)
+        if pid >= VECTORS:
+            row = pid - VECTORS
+            there = pointer(tl.load(bases + row // own), digests + rank * digest_bytes, like)
+            at = x_ptr + tl.full((), 0, tl.int64) + row.to(tl.int64) * x_stride
+            _put_digest(there + (VECTORS + row % own) * DIGEST, at, keep, c, DIGEST)
+
+    @triton.jit
+    def _differs(number, here, like, rank, digests, digest_bytes, WORLD: tl.constexpr,
+                 DIGEST: tl.constexpr):  # fmt: skip
+        """1 where a rank's digest is not this rank's, else 0: one value for all threads."""
+        k = tl.arange(0, DIGEST)
+        at = number * DIGEST + k
+        mine = tl.load(pointer(here, digests + rank * digest_bytes, like) + at,
+                       cache_modifier=".cg")  # fmt: skip
+        sums = k < DIGEST - 1
+        far = tl.zeros((DIGEST,), tl.int32)
+        for r in tl.static_range(WORLD):
+            other = tl.load(pointer(here, digests + r * digest_bytes, like) + at,
+                            cache_modifier=".cg")  # fmt: skip
+            size = tl.sqrt(tl.sum(tl.where(sums, 0.0, tl.maximum(mine, other)), 0))
+            apart = tl.abs(mine - other) > 0.03125 * size
+            alone = (mine != mine) != (other != other)  # NaN on one of them
+            far = far | ((apart | alone) & sums).to(tl.int32)
+        return tl.max(far, 0)
 
     @triton.jit
     def _finish(row, x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, new_ptr,
@@ -266,17 +345,20 @@ if triton is not None:
     @triton.jit(do_not_specialize=["rank", "limit"])
     def _rows_kernel(x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, new_ptr, q_ptr,
                      s_ptr, like, bases, control, x_stride, M, own, rank, ready, flags, marks,
-                     scales, stride, parts, part_bytes, news, s_box, q_box, eps, floor, limit,
-                     C: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr,
-                     WORLD: tl.constexpr, WHOLE: tl.constexpr, STAGE: tl.constexpr,
-                     EPOCH: tl.constexpr, DONE: tl.constexpr, ERROR: tl.constexpr):  # fmt: skip
+                     scales, stride, digests, digest_bytes, parts, part_bytes, news, s_box, q_box,
+                     eps, floor, limit, C: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr,
+                     WORLD: tl.constexpr, WHOLE: tl.constexpr, COMPARE: tl.constexpr,
+                     STAGE: tl.constexpr, EPOCH: tl.constexpr, DONE: tl.constexpr,
+                     ERROR: tl.constexpr, OTHERS: tl.constexpr, VECTORS: tl.constexpr,
+                     DIGEST: tl.constexpr):  # fmt: skip
         """STAGE: 1 tells that the part is ready, 2 finishes rows, 4 takes the others' in; a sum."""
         pid = tl.program_id(0)
         programs = tl.num_programs(0)
         epoch = tl.load(control + EPOCH) + 1
         here = tl.load(bases + rank)
         # Of what kind the call is: ranks that make others would read what nobody wrote.
-        call = epoch * 4 + (2 if WHOLE else 0) + (1 if q_ptr is not None else 0)
+        call = epoch * 8 + (4 if COMPARE else 0) + (2 if WHOLE else 0)
+        call += 1 if q_ptr is not None else 0
         # One value for all threads, as barriers stand in its branches: ``seen`` looks at ERROR.
         good = pid >= 0
         if (STAGE & 1) and (pid == 0):
@@ -288,9 +370,26 @@ if triton is not None:
                 flag = pointer(here, ready, control) + (rank + step) % WORLD
                 good = arrived(flag, call, control + ERROR, limit, "sys") & good
                 good = good & (tl.atomic_add(flag, 0, sem="acquire", scope="sys") == call)
+            if not good:
+                tl.atomic_max(control + ERROR, 1, sem="relaxed", scope="gpu")
             first = rank * own
             last = tl.minimum(first + own, M)
             if good:  # else a peer may still be taking the last call's rows in
+                differ = tl.full((), 0, tl.int32)
+                box = (here, like, rank, digests, digest_bytes)
+                if gate_ptr is not None:
+                    differ |= _differs(0, *box, WORLD, DIGEST)
+                if weight_ptr is not None:
+                    differ |= _differs(1, *box, WORLD, DIGEST)
+                if bias_ptr is not None:
+                    differ |= _differs(2, *box, WORLD, DIGEST)
+                if q_ptr is not None:
+                    differ |= _differs(3, *box, WORLD, DIGEST) | _differs(4, *box, WORLD, DIGEST)
+                if COMPARE:
+                    for row in tl.range(first + pid, last, programs, num_stages=1):
+                        differ |= _differs(VECTORS + row - first, *box, WORLD, DIGEST)
+                if differ != 0:
+                    tl.atomic_max(control + ERROR, OTHERS, sem="relaxed", scope="gpu")
                 for row in tl.range(first + pid, last, programs, num_stages=1):
                     _finish(row, x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
                             new_ptr, q_ptr, s_ptr, like, bases, here, x_stride, M, own, rank,
@@ -332,12 +431,13 @@ if triton is not None:
                         new = tl.where(came, new.to(tl.float32), float("nan"))
                         tl.store(new_ptr + at * C + c, new.to(new_ptr.dtype.element_ty), mask=keep)
             tl.debug_barrier()
-            if not good:
-                for step in tl.static_range(1, WORLD):
-                    words = pointer(tl.load(bases + (rank + step) % WORLD), 0, control)
-                    tl.atomic_xchg(words + ERROR, 1, sem="release", scope="sys")
             done = tl.atomic_add(control + DONE, 1, sem="acq_rel", scope="gpu")
             if done == programs - 1:
+                said = tl.atomic_add(control + ERROR, 0, sem="acq_rel", scope="sys")
+                if said != 0:  # before it ends: the others' rows of the next call are NaN, too
+                    for step in tl.static_range(1, WORLD):
+                        words = pointer(tl.load(bases + (rank + step) % WORLD), 0, control)
+                        tl.atomic_max(words + ERROR, said, sem="release", scope="sys")
                 tl.store(control + DONE, 0)
                 tl.store(control + EPOCH, epoch)
 
@@ -356,6 +456,7 @@ class Norm:
     eps: float
     floor: float
     whole: bool
+    compare: bool = True  # the residual with the other ranks'
 
 
 Out = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # new, q, s
@@ -380,6 +481,8 @@ def launch(
         if not space.config.beside:
             main.wait_stream(side)
         send_scales(space, x_scale, w_scale)
+        if norm is not None:
+            send_digests(space, norm)
         product(space, x, w, space.rank)
         main.wait_stream(side)
         out = empty(space, x, norm)
@@ -425,6 +528,31 @@ def send_scales(space: Space, x_scale: torch.Tensor, w_scale: torch.Tensor) -> N
     )
 
 
+def send_digests(space: Space, norm: Norm) -> None:
+    at = space.layout
+    _digests_kernel[(VECTORS + (at.m if norm.compare else 0),)](
+        norm.residual,
+        norm.gate,
+        norm.weight,
+        norm.bias,
+        norm.scale,
+        norm.shift,
+        space.one,
+        space.bases,
+        norm.residual.stride(0),
+        at.own,
+        space.rank,
+        at.digests,
+        at.digest_bytes,
+        C=at.n,
+        BLOCK=triton.next_power_of_2(at.n),
+        WORLD=at.world,
+        VECTORS=VECTORS,
+        DIGEST=DIGEST,
+        num_warps=8,
+    )
+
+
 def finish(
     space: Space, norm: Norm | None, out: Out, stage: int = PUBLISH | FINISH | COLLECT
 ) -> None:
@@ -459,6 +587,8 @@ def finish(
         at.marks,
         at.scales,
         at.scale_stride,
+        at.digests,
+        at.digest_bytes,
         at.parts,
         at.part_bytes,
         at.news,
@@ -472,10 +602,14 @@ def finish(
         LAYER=norm is not None and norm.norm == "layer",
         WORLD=at.world,
         WHOLE=norm is None or norm.whole,
+        COMPARE=norm is not None and norm.compare,
         STAGE=stage,
         EPOCH=EPOCH,
         DONE=DONE,
         ERROR=ERROR,
+        OTHERS=OTHERS,
+        VECTORS=VECTORS,
+        DIGEST=DIGEST,
         num_warps=config.warps,
         **more,
     )

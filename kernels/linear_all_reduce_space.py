@@ -34,10 +34,11 @@ try:
 except ImportError:  # the CPU builds of torch come without it
     triton = None
 
-__all__ = ["LIMIT", "Layout", "Space"]
+__all__ = ["LIMIT", "OTHERS", "Layout", "Space"]
 
 CONTROL = 64
 EPOCH, DONE, ERROR, USES = 0, 1, 2, 4
+OTHERS = 2  # in ERROR: other values than the other ranks'; 1: a wait in vain
 LIMIT = 1 << 26  # polls of about a microsecond each: in first calls ranks are many seconds apart
 PAD = 256  # rows and columns of a part are whole multiples: the largest tile
 
@@ -145,8 +146,14 @@ class Space:
         return self.peers[on][start : start + size].view(at.dtype)
 
     def check(self) -> None:
-        """Raise if a peer's part did not come in time. Waits for the device."""
-        if self.control[ERROR].item():
+        """Raise if a peer's part did not come in time, or ranks differ. Waits for the device."""
+        said = self.control[ERROR].item()
+        if said == OTHERS:
+            raise RuntimeError(
+                f"linear_all_reduce: rank {self.rank} and another have different residuals or "
+                "vectors of a norm; the results since then are NaN"
+            )
+        if said:
             raise RuntimeError(
                 f"linear_all_reduce: rank {self.rank} or a peer of it waited in vain; the results "
                 "since then are NaN. Did every rank make the same calls in the same order?"
@@ -171,7 +178,7 @@ if triton is not None:
                 seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
                 polls += 1
             if seen - want < 0:
-                tl.atomic_xchg(error, 1, sem="relaxed", scope="gpu")
+                tl.atomic_max(error, 1, sem="relaxed", scope="gpu")
         return seen - want >= 0
 
     @triton.jit

@@ -8,10 +8,11 @@ After:
 
 Off unless `Options(fuse_all_reduce_norm=True)`: a row's residual and vectors are those of the rank
 that finishes it, which is right only if all ranks have the same (tensor parallelism: everything
-but the linears is replicated). That is your word; nothing here proves it.
+but the linears is replicated). Nothing here proves that; the op looks in every call.
 
 ``whole``: h is wanted whole, by anything but the residual of another such op. Between those each
 rank keeps its own rows of h only, and what the ranks send each other is parts of rows and FP8.
+``compare``: the residual is not such an op's h, so that ranks may differ in it.
 
 Refuses: a sum that is read by anything but one fused norm; a residual of another dtype than the
 sum's; unscaled sums; rows too wide for one program; another collective, or a write to an operand,
@@ -62,7 +63,7 @@ def fuse(graph: fx.Graph) -> Outcome:
         out.applied += 1
     fused = [n for n in graph.nodes if n.target is BOTH]
     for n in fused:
-        n.args = _with(n, whole=not _only_residuals(n))
+        n.args = _with(n, whole=not _only_residuals(n), compare=not _goes_on(n))
     if fused:
         part = sum(not arg_by_name(n, "whole") for n in fused)
         out.notes.append(f"{part} of {len(fused)} leave each rank its own rows of the residual")
@@ -137,6 +138,7 @@ def _replace(graph: fx.Graph, node: fx.Node, tail: fx.Node) -> None:
             arg_by_name(tail, "x"),
             *(arg_by_name(tail, a) for a in _NORM),
             True,
+            True,
             *(arg_by_name(node, a) for a in _GROUP),
         )
     at = arg_by_name(tail, "delta")
@@ -148,9 +150,20 @@ def _replace(graph: fx.Graph, node: fx.Node, tail: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _with(node: fx.Node, *, whole: bool) -> tuple[object, ...]:
+def _with(node: fx.Node, **changed: bool) -> tuple[object, ...]:
     names = [a.name for a in BOTH._schema.arguments]
-    return tuple(whole if a == "whole" else arg_by_name(node, a) for a in names)
+    return tuple(changed[a] if a in changed else arg_by_name(node, a) for a in names)
+
+
+def _goes_on(node: fx.Node) -> bool:
+    """Whether its residual is the h of such an op over the same ranks: each row is one rank's."""
+    at = arg_by_name(node, "residual")
+    while at.target in _VIEWS:
+        at = at.args[0]
+    if at.target is not operator.getitem or at.args[1] != 0 or at.args[0].target is not BOTH:
+        return False
+    same = [arg_by_name(n, a) for n in (node, at.args[0]) for a in _GROUP]
+    return same[: len(_GROUP)] == same[len(_GROUP) :] and val(at).shape == val(node)[0].shape
 
 
 def _only_residuals(node: fx.Node) -> bool:

@@ -35,7 +35,8 @@ _C10D = torch.ops._c10d_functional
 
 
 class ExchangeError(RtcError):
-    """A rank waited in vain for another's part of a fused sum; results since then are NaN."""
+    """A rank waited in vain for another's part of a fused sum, or ranks differ in what they must
+    have alike; results since then are NaN."""
 
 
 def fused(gm: fx.GraphModule) -> bool:
@@ -213,7 +214,7 @@ def meet(gm: fx.GraphModule) -> None:
 
 
 class Alarm:
-    """Tells, some calls later, that a rank waited in vain: no call waits for the device for it."""
+    """Tells, some calls later, that an exchange went wrong: no call waits for the device for it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.shapes = fuse_linear_all_reduce.shapes(gm.graph)
@@ -226,7 +227,15 @@ class Alarm:
             return
         if not self._seen:
             self._seen = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in words]
-        if any(int(s[0]) for s in self._seen):
+        said = max(int(s[0]) for s in self._seen)
+        if said == _kernel.OTHERS:
+            raise ExchangeError(
+                "ranks have different residuals, or different vectors of a norm, where one of them "
+                "norms rows for all, and the results since then are NaN. Give every rank the same "
+                "inputs and the same weights of norms and modulation, or compile without "
+                "Options(fuse_all_reduce_norm=True)."
+            )
+        if said:
             raise ExchangeError(
                 "a rank waited in vain for another's part of a sum, and the results since then are "
                 "NaN. Did every rank make the same calls in the same order, and are all alive? "

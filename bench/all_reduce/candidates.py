@@ -169,7 +169,9 @@ def followed(ranks: Ranks, m: int, n: int, sweep: bool, baselines: bool) -> list
 
         def make() -> Call:
             spaces.append(ranks.space(m, n, config))
-            return lambda args: rows.launch(spaces[0], *args, norm)[1:]
+            # As between two such ops: the residual is one rank's, row by row.
+            steady = replace(norm, compare=False)
+            return lambda args: rows.launch(spaces[0], *args, steady)[1:]
 
         return Candidate(f"{name}, norm inside", "fused", make, config,
                          finish=lambda: spaces[0].check(), norm=norm)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -57,6 +58,8 @@ def everything(ranks: Ranks, replays: int, only: list[str] | None) -> bool:
         for n in (1280, 7680):
             named = f"replays: {name}, norm inside, {n} columns"
             checks.append((named, lambda c=config, n=n: skewed(ranks, n, c, replays, norm=True)))
+    checks.append(("rows: a residual that differs", lambda: differing(ranks, "residual")))
+    checks.append(("rows: a vector that differs", lambda: differing(ranks, "shift")))
     checks.append(("compiled chain", lambda: compiled(ranks)))
     checks.append(("1,000 first-pass lengths", lambda: lengths(ranks, 1000)))
     checks.append(("a peer that never comes: movers", lambda: absent(ranks, Movers())))
@@ -232,6 +235,35 @@ def lengths(ranks: Ranks, count: int) -> str:
     lost = free - torch.cuda.mem_get_info()[0]
     # The checks' own float64 tensors may make the allocator reserve more; the op's may not.
     return "" if grown[0] == 0 and grown[2] == 0 and lost <= 64 << 20 else f"{grown}, {lost} bytes"
+
+
+def differing(ranks: Ranks, what: str) -> str:
+    """A rank has another residual (its second row) or vector: NaN, and the reason, on all ranks."""
+    m, n, k = 757, 1280, 512
+    space = ranks.space(m, n, Rows())
+    args, after = ranks.operands(m, n, k, 0), following(ranks, m, n)
+    wrong = "" if rows.launch(space, *args, after)[1].float().isfinite().all() else "NaN at first"
+    if ranks.rank == ranks.world - 1:
+        other = getattr(after, what).clone()
+        other[1] = -other[1] if other.dim() == 2 else 9.0
+        other[2:50] *= 2  # of a vector, one value alone may be within roundings
+        after = dataclasses.replace(after, **{what: other})
+    _, q, s = rows.launch(space, *args, after)
+    assert q is not None
+    if not (q.float() * s)[1].isnan().all():
+        wrong += " a row that ranks have otherwise is not NaN"
+    torch.cuda.synchronize()
+    dist.barrier()
+    if not (rows.launch(space, *args, after)[0]).isnan().all():
+        wrong += " the next call is not NaN"
+    try:
+        space.check()
+        wrong += " no error was reported"
+    except RuntimeError as e:
+        wrong += "" if "different" in str(e) else f" {e}"
+    torch.cuda.synchronize()
+    dist.barrier()
+    return "" if ranks.all(not wrong) else wrong or "another rank is wrong"
 
 
 def absent(ranks: Ranks, config: op.Config) -> str:

@@ -3,6 +3,7 @@
 Over Gloo: tests/distributed/test_fused_sum.py. On GPUs: bench/all_reduce/check.py.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rtc.kernels import linear_all_reduce_norm as op
 from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels import linear_fp8, modulate_quantize
 from rtc.kernels.linear_all_reduce_rows import COLLECT, FINISH, PUBLISH, Norm, Rows, RowsLayout
-from rtc.kernels.linear_all_reduce_space import CONTROL, ERROR, Space
+from rtc.kernels.linear_all_reduce_space import CONTROL, ERROR, OTHERS, Space
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 INTERPRET = rows.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,10 +72,12 @@ def outs(spaces, norm):
     return made
 
 
-def products(spaces, args):
+def products(spaces, args, norms=None):
     """By the reference: cuBLAS is not here."""
-    for s, (x, w, xs, ws) in zip(spaces, args, strict=True):
+    for i, (s, (x, w, xs, ws)) in enumerate(zip(spaces, args, strict=True)):
         rows.send_scales(s, xs, ws)
+        if norms is not None:
+            rows.send_digests(s, norms[i])
         for r, there in enumerate(s.peers):
             own = s.layout.rows(r)
             part = linear_fp8.reference(x[own.start : own.stop], w, torch.ones(1), torch.ones(1))
@@ -82,11 +85,13 @@ def products(spaces, args):
 
 
 def call(spaces, args, norm):
-    products(spaces, args)
-    made = outs(spaces, norm)
+    """norm: that of all ranks, or a list."""
+    norms = norm if isinstance(norm, list) else [norm] * len(spaces)
+    products(spaces, args, None if norms[0] is None else norms)
+    made = outs(spaces, norms[0])
     for stage in (PUBLISH, FINISH, COLLECT):
-        for s, out in zip(spaces, made, strict=True):
-            rows.finish(s, norm, out, stage)
+        for s, n, out in zip(spaces, norms, made, strict=True):
+            rows.finish(s, n, out, stage)
     return made
 
 
@@ -176,6 +181,63 @@ class TestKernel:
         assert spaces[1].control[ERROR] == 1
         assert all((q.float() * s).isnan().all() for _, q, s in call(spaces, args, f))
 
+    @pytest.mark.parametrize("name", ["gate", "weight", "bias", "scale", "shift"])
+    def test_a_vector_differs_between_ranks(self, name):
+        """Every row is normed by one rank for all: NaN everywhere, from then on."""
+        spaces = ranks(6, 32, 2)
+        args = [make(6, 32, 16, r) for r in range(2)]
+        f = following(6, 32, 0)
+        check(call(spaces, args, f), args, f, 2)
+        v = getattr(f, name).clone()
+        v[5:9] += 1
+        made = call(spaces, args, [f, dataclasses.replace(f, **{name: v})])
+        assert all((q.float() * s).isnan().all() for _, q, s in made)
+        assert [s.control[ERROR].item() for s in spaces] == [OTHERS] * 2
+        assert all((q.float() * s).isnan().all() for _, q, s in call(spaces, args, f))
+        with pytest.raises(RuntimeError, match="different residuals or vectors"):
+            spaces[0].check()
+
+    @pytest.mark.parametrize(("row", "on"), [(0, 0), (3, 2), (4, 1), (10, 0), (10, 2)])
+    def test_a_row_differs_between_ranks(self, row, on):
+        """The rank that finishes it sees that, whichever differs, and tells the others. Four rows a
+        rank, three programs: one has two."""
+        spaces = ranks(11, 32, 3)
+        args = [make(11, 32, 16, r) for r in range(3)]
+        f = following(11, 32, 0, whole=True)
+        check(call(spaces, args, f), args, f, 3)
+        x = f.residual.clone()
+        x[row] = x[row].flip(0)
+        norms = [dataclasses.replace(f, residual=x) if r == on else f for r in range(3)]
+        for new, q, s in call(spaces, args, norms):
+            assert new[row].isnan().all()
+            assert (q.float() * s)[row].isnan().all()
+        assert [s.control[ERROR].item() for s in spaces] == [OTHERS] * 3
+
+    def test_a_row_is_nan_on_one_rank(self):
+        spaces = ranks(4, 32, 2)
+        args = [make(4, 32, 16, r) for r in range(2)]
+        f = following(4, 32, 0)
+        x = f.residual.clone()
+        x[0, 7] = float("nan")
+        call(spaces, args, [f, dataclasses.replace(f, residual=x)])
+        assert [s.control[ERROR].item() for s in spaces] == [OTHERS] * 2
+
+    def test_roundings_and_rows_of_nobody_else_are_no_difference(self):
+        spaces = ranks(6, 32, 2)
+        args = [make(6, 32, 16, r) for r in range(2)]
+        f = following(6, 32, 0)
+        up = {k: getattr(f, k) * (1 + 2**-8) for k in ("gate", "weight", "bias", "scale", "shift")}
+        near = dataclasses.replace(f, residual=f.residual * (1 + 2**-7), **up)
+        assert all(q.float().isfinite().all() for _, q, _ in call(spaces, args, [f, near]))
+        mine = []
+        for r in range(2):  # as the call before leaves it
+            x = torch.full_like(f.residual, float("nan"))
+            own = op.own_rows(6, 2, r)
+            x[own.start : own.stop] = f.residual[own.start : own.stop]
+            mine.append(dataclasses.replace(f, residual=x, compare=False))
+        check(call(spaces, args, mine), args, f, 2)
+        assert not any(s.control[ERROR] for s in spaces)
+
     def test_who_gave_up_sends_no_rows(self):
         """The peer may still be taking the last call's rows in."""
         spaces = ranks(6, 32, 2)
@@ -189,15 +251,21 @@ class TestKernel:
         assert torch.equal(spaces[0].buffer[at.q :], before[at.q :])
         assert spaces[1].control[ERROR] == 1
 
-    @pytest.mark.parametrize("kinds", [(True, None), (None, False), (False, True)])
+    @pytest.mark.parametrize(
+        "kinds", [((True, True), None), (None, (False, True)), ((False, True), (True, True)),
+                  ((True, True), (True, False))]
+    )  # fmt: skip
     def test_calls_of_two_kinds(self, kinds):
-        """The norm whole, of own rows, and the sum alone: each would read what nobody wrote."""
+        """The norm whole, of own rows, with the residual compared or not, and the sum alone: each
+        would read what nobody wrote."""
         spaces = ranks(6, 32, 2)
         args = [make(6, 32, 16, r) for r in range(2)]
         call(spaces, args, None)
         call(spaces, args, following(6, 32, 0, whole=True))
         products(spaces, args)
-        norms = [None if k is None else following(6, 32, 0, whole=k) for k in kinds]
+        norms = [
+            k and dataclasses.replace(following(6, 32, 0, whole=k[0]), compare=k[1]) for k in kinds
+        ]
         made = [outs([s], n)[0] for s, n in zip(spaces, norms, strict=True)]
         for stage in (PUBLISH, FINISH):
             for s, n, out in zip(spaces, norms, made, strict=True):
@@ -206,6 +274,7 @@ class TestKernel:
             mine = op.own_rows(6, 2, r)
             assert new[mine].isnan().all()
             assert q is None or s[mine].isnan().all()
+        assert [s.control[ERROR].item() for s in spaces] == [1, 1]
 
     def test_told_while_it_reads(self, monkeypatch):
         """The others have gone on: what was added may be of two calls."""
@@ -260,10 +329,12 @@ def test_in_the_interpreter():
 
 def test_layout():
     at = RowsLayout(3, 757, 7680, 264, BF16)
-    bounds = [CONTROL * 4, at.ready, at.flags, at.scales, at.parts, at.news, at.s, at.q, at.bytes]
+    bounds = [CONTROL * 4, at.ready, at.flags, at.scales, at.digests]
+    bounds += [at.parts, at.news, at.s, at.q, at.bytes]
     assert bounds == sorted(bounds)
     assert at.scales - at.flags >= 3 * 264 * 4
-    assert at.parts - at.scales >= 3 * (757 + 7680) * 4
+    assert at.digests - at.scales >= 3 * (757 + 7680) * 4
+    assert at.parts - at.digests >= 3 * (253 + 5) * 8 * 4
     assert at.news - at.parts >= 759 * 7680 * 2
     assert at.s - at.news >= 757 * 7680 * 2
     assert at.bytes - at.q >= 757 * 7680

@@ -111,6 +111,17 @@ def test_who_reads_the_rows(between, whole):
     assert got == [whole, True]
 
 
+@pytest.mark.parametrize(
+    ("between", "compare"),
+    [(reshaped, False), (turned_over, True), (half, True), (torch.neg, True)],
+)
+def test_whose_residual_is_compared_between_ranks(between, compare):
+    """The first comes from nobody knows where; another op's rows are one rank's each."""
+    gm, _, _ = run(lambda *args: chain(*args, between=between))
+    got = [arg_by_name(n, "compare") for n in gm.graph.nodes if n.target is fuse.BOTH]
+    assert got == [True, compare]
+
+
 def test_rows_that_are_read_twice():
     """As the next residual, and by something else: as its gate's maker, an output, another norm."""
 
@@ -279,3 +290,17 @@ def test_all_graphs_of_a_compile_or_none(monkeypatch):
         assert outcomes[1].applied == fused
         for gm in both:
             assert sum(n.target is fuse.BOTH for n in gm.graph.nodes) == fused
+
+
+@pytest.mark.parametrize(("word", "text"), [(1, "waited in vain"), (2, "different residuals")])
+def test_the_alarm_says_what_went_wrong(monkeypatch, word, text):
+    gm, _, _ = run(chain)
+    words = [torch.zeros(1, dtype=torch.int32)]
+    monkeypatch.setattr(kernel, "error_words", lambda keys: words)
+    monkeypatch.setattr(torch, "zeros", lambda n, pin_memory, **k: torch.full((n,), 0, **k))
+    alarm = exchanges.Alarm(gm)
+    alarm.look()
+    words[0].fill_(word)
+    alarm.look()  # its copy is on its way
+    with pytest.raises(exchanges.ExchangeError, match=text):
+        alarm.look()
