@@ -257,22 +257,28 @@ if triton is not None:
             _put_digest(there + (VECTORS + row % own) * DIGEST, at, keep, c, DIGEST)
 
     @triton.jit
-    def _differs(number, here, like, rank, digests, digest_bytes, WORLD: tl.constexpr,
-                 DIGEST: tl.constexpr):  # fmt: skip
-        """1 where a rank's digest is not this rank's, else 0: one value for all threads."""
-        k = tl.arange(0, DIGEST)
-        at = number * DIGEST + k
-        mine = tl.load(pointer(here, digests + rank * digest_bytes, like) + at,
-                       cache_modifier=".cg")  # fmt: skip
-        sums = k < DIGEST - 1
-        far = tl.zeros((DIGEST,), tl.int32)
+    def _differs(first, here, like, rank, digests, digest_bytes, WHICH: tl.constexpr,
+                 COUNT: tl.constexpr, WORLD: tl.constexpr, DIGEST: tl.constexpr):  # fmt: skip
+        """1 where a rank's digests are not this rank's, else 0: one value for all threads.
+
+        Of COUNT digests from the first on those whose bits are set in WHICH.
+        """
+        k = tl.arange(0, COUNT * DIGEST)
+        at = first * DIGEST + k
+        squares = at // DIGEST * DIGEST + DIGEST - 1
+        keep = ((WHICH >> (k // DIGEST)) & 1) != 0
+        keep = keep & (at != squares)
+        here_r = pointer(here, digests + rank * digest_bytes, like)
+        mine = tl.load(here_r + at, mask=keep, other=0.0, cache_modifier=".cg")
+        size = tl.load(here_r + squares, mask=keep, other=0.0, cache_modifier=".cg")
+        far = tl.zeros((COUNT * DIGEST,), tl.int32)
         for r in tl.static_range(WORLD):
-            other = tl.load(pointer(here, digests + r * digest_bytes, like) + at,
-                            cache_modifier=".cg")  # fmt: skip
-            size = tl.sqrt(tl.sum(tl.where(sums, 0.0, tl.maximum(mine, other)), 0))
-            apart = tl.abs(mine - other) > 0.03125 * size
+            here_r = pointer(here, digests + r * digest_bytes, like)
+            other = tl.load(here_r + at, mask=keep, other=0.0, cache_modifier=".cg")
+            largest = tl.load(here_r + squares, mask=keep, other=0.0, cache_modifier=".cg")
+            apart = tl.abs(mine - other) > 0.03125 * tl.sqrt(tl.maximum(size, largest))
             alone = (mine != mine) != (other != other)  # NaN on one of them
-            far = far | ((apart | alone) & sums).to(tl.int32)
+            far = far | (apart | alone).to(tl.int32)
         return tl.max(far, 0)
 
     @triton.jit
@@ -350,7 +356,7 @@ if triton is not None:
                      WORLD: tl.constexpr, WHOLE: tl.constexpr, COMPARE: tl.constexpr,
                      STAGE: tl.constexpr, EPOCH: tl.constexpr, DONE: tl.constexpr,
                      ERROR: tl.constexpr, OTHERS: tl.constexpr, VECTORS: tl.constexpr,
-                     DIGEST: tl.constexpr):  # fmt: skip
+                     WHICH: tl.constexpr, DIGEST: tl.constexpr):  # fmt: skip
         """STAGE: 1 tells that the part is ready, 2 finishes rows, 4 takes the others' in; a sum."""
         pid = tl.program_id(0)
         programs = tl.num_programs(0)
@@ -375,26 +381,19 @@ if triton is not None:
             first = rank * own
             last = tl.minimum(first + own, M)
             if good:  # else a peer may still be taking the last call's rows in
-                differ = tl.full((), 0, tl.int32)
-                box = (here, like, rank, digests, digest_bytes)
-                if gate_ptr is not None:
-                    differ |= _differs(0, *box, WORLD, DIGEST)
-                if weight_ptr is not None:
-                    differ |= _differs(1, *box, WORLD, DIGEST)
-                if bias_ptr is not None:
-                    differ |= _differs(2, *box, WORLD, DIGEST)
-                if q_ptr is not None:
-                    differ |= _differs(3, *box, WORLD, DIGEST) | _differs(4, *box, WORLD, DIGEST)
-                if COMPARE:
-                    for row in tl.range(first + pid, last, programs, num_stages=1):
-                        differ |= _differs(VECTORS + row - first, *box, WORLD, DIGEST)
-                if differ != 0:
-                    tl.atomic_max(control + ERROR, OTHERS, sem="relaxed", scope="gpu")
                 for row in tl.range(first + pid, last, programs, num_stages=1):
                     _finish(row, x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
                             new_ptr, q_ptr, s_ptr, like, bases, here, x_stride, M, own, rank,
                             scales, stride, parts, part_bytes, news, s_box, q_box, eps, floor, C,
                             BLOCK, LAYER, WORLD, WHOLE)  # fmt: skip
+                if q_ptr is not None:  # here, so that it is waited for beside the rows' own way
+                    box = (here, like, rank, digests, digest_bytes)
+                    differ = _differs(0, *box, WHICH, 8, WORLD, DIGEST)
+                    if COMPARE:
+                        for row in tl.range(first + pid, last, programs, num_stages=1):
+                            differ |= _differs(VECTORS + row - first, *box, 1, 1, WORLD, DIGEST)
+                    if differ != 0:
+                        tl.atomic_max(control + ERROR, OTHERS, sem="relaxed", scope="gpu")
             # A rank that goes on without this one says so first: what was read may be of two calls.
             tl.debug_barrier()
             seen = tl.atomic_add(control + ERROR, 0, sem="acq_rel", scope="sys")
@@ -458,6 +457,11 @@ class Norm:
     whole: bool
     compare: bool = True  # the residual with the other ranks'
 
+    @property
+    def vectors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of their digests."""
+        return self.gate, self.weight, self.bias, self.scale, self.shift
+
 
 Out = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # new, q, s
 
@@ -478,11 +482,11 @@ def launch(
         with torch.cuda.stream(side):  # of high priority: what travels comes first
             for step in range(1, space.layout.world):
                 product(space, x, w, (space.rank + step) % space.layout.world)
+            if norm is not None:  # behind what travels, beside this rank's own piece
+                send_digests(space, norm)
         if not space.config.beside:
             main.wait_stream(side)
         send_scales(space, x_scale, w_scale)
-        if norm is not None:
-            send_digests(space, norm)
         product(space, x, w, space.rank)
         main.wait_stream(side)
         out = empty(space, x, norm)
@@ -532,11 +536,7 @@ def send_digests(space: Space, norm: Norm) -> None:
     at = space.layout
     _digests_kernel[(VECTORS + (at.m if norm.compare else 0),)](
         norm.residual,
-        norm.gate,
-        norm.weight,
-        norm.bias,
-        norm.scale,
-        norm.shift,
+        *norm.vectors,
         space.one,
         space.bases,
         norm.residual.stride(0),
@@ -609,6 +609,7 @@ def finish(
         ERROR=ERROR,
         OTHERS=OTHERS,
         VECTORS=VECTORS,
+        WHICH=sum((v is not None) << i for i, v in enumerate(norm.vectors)) if norm else 0,
         DIGEST=DIGEST,
         num_warps=config.warps,
         **more,
