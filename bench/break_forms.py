@@ -36,8 +36,8 @@ from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.slots import LocalAnalysis
 from rtc.passes.plan import Refusal
 from rtc.runtime import owners, prepare, session
+from rtc.runtime.graph import GraphRuntime
 from rtc.runtime.prepare import CohortRuntime
-from rtc.runtime.session import GraphRuntime
 from rtc.runtime.state import CohortState
 
 ROOT = Path(__file__).resolve().parents[1]

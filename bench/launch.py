@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rtc.runtime.session import GraphRuntime, Session
+from rtc.runtime.graph import GraphRuntime
+from rtc.runtime.session import Session
 from rtc.runtime.step import Step
 
 

@@ -45,11 +45,12 @@ from rtc.kernels import linear_all_reduce_gluon as specialized
 from rtc.kernels import linear_all_reduce_movers as movers
 from rtc.kernels import linear_all_reduce_nvls as nvls
 from rtc.kernels import linear_all_reduce_rows as rows
+from rtc.kernels import linear_all_reduce_rows_layout as rows_layout
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
 from rtc.kernels.linear_all_reduce_nvls import InSwitch
-from rtc.kernels.linear_all_reduce_rows import Rows, RowsLayout
+from rtc.kernels.linear_all_reduce_rows_layout import Rows, RowsLayout
 from rtc.kernels.linear_all_reduce_space import ERROR, OTHERS, Layout, Space
 from rtc.kernels.linear_fp8 import check as check_linear
 from rtc.kernels.linear_fp8 import linear_fp8
@@ -180,7 +181,7 @@ def _refusal(
         if why:
             return why
     elif isinstance(config, Rows):
-        why = rows.refusal(config, m, n, world, dtype, properties)
+        why = rows_layout.refusal(config, m, n, world, dtype, properties)
         if why:
             return why
     elif dtype != torch.bfloat16:

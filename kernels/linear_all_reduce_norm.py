@@ -31,7 +31,8 @@ import torch
 from rtc.kernels import linear_all_reduce as sums
 from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels import modulate_quantize as tail
-from rtc.kernels.linear_all_reduce_rows import Norm, Rows, own_rows
+from rtc.kernels.linear_all_reduce_rows import Norm
+from rtc.kernels.linear_all_reduce_rows_layout import Rows, own_rows
 
 __all__ = ["linear_all_reduce_norm", "own_rows"]
 

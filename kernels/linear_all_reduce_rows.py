@@ -27,12 +27,8 @@ A wait is bounded (``Space``). A rank that has waited in vain tells all ranks be
 finished from then on are NaN, and so is every later call.
 
 A row is normed by one rank for all, so residual and vectors must be the same on all. Every call
-looks: with its scales a rank sends digests, which the finisher compares with its own. A digest of a
-row is its sums under 7 fixed patterns of signs, and its sum of squares: sums that differ by more
-than 2^-5 of the row's norm end like a wait in vain. Less may be another path's roundings. Where two
-rows differ by a tenth of their norm, one call in 17,000 sees nothing (0.25^7); all values of a
-vector, or many rows, are looked at in every call. The residual is compared where ``compare`` says
-so: a call that goes on from another's rows has nobody to compare them with.
+looks (linear_all_reduce_digests.py): what differs ends like a wait in vain. The residual is looked
+at where ``compare`` says so: a call that goes on from another's rows has nobody to compare with.
 """
 
 from __future__ import annotations
@@ -42,7 +38,9 @@ from typing import Any
 
 import torch
 
-from rtc.kernels.linear_all_reduce_space import CONTROL, DONE, EPOCH, ERROR, OTHERS, Space, _up
+from rtc.kernels import linear_all_reduce_digests as digests
+from rtc.kernels.linear_all_reduce_digests import DIGEST, VECTORS
+from rtc.kernels.linear_all_reduce_space import DONE, EPOCH, ERROR, OTHERS, Space
 from rtc.kernels.modulate_quantize import FP8, INTERPRET
 
 try:
@@ -52,151 +50,12 @@ except ImportError:  # the CPU builds of torch come without it
     triton = None
 
 if triton is not None:
+    from rtc.kernels.linear_all_reduce_digests import differs
     from rtc.kernels.linear_all_reduce_space import arrived, pointer
 
-__all__ = ["Norm", "Rows", "RowsLayout", "launch", "own_rows"]
+__all__ = ["Norm", "empty", "finish", "launch", "product", "send_scales"]
 
 PUBLISH, FINISH, COLLECT = 1, 2, 4
-VECTORS, DIGEST = 5, 8  # vectors of a norm; numbers of a digest
-WIDEST = 16384  # columns that a program holds
-
-
-def own_rows(m: int, world: int, rank: int) -> range:
-    """Rows that a rank finishes; the last ranks fewer, or none."""
-    own = -(-m // world)
-    return range(min(m, rank * own), min(m, (rank + 1) * own))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Programs of the second kernel: all run at once. The same on all ranks."""
-
-    warps: int = 16
-    per_sm: int = 1
-    multiprocessors: int = 132
-    beside: bool = True  # this rank's own piece is computed beside the peers', not after them
-    cooperative: bool = True  # the launch fails, rather than hangs, where not all run at once
-
-    table = (0,)
-
-    def __post_init__(self) -> None:
-        if self.warps not in (1, 2, 4, 8, 16, 32) or not 1 <= self.per_sm <= 4:
-            raise ValueError(f"warps are a power of two up to 32, per_sm is 1 to 4: {self}")
-        if self.multiprocessors < 1:
-            raise ValueError(f"no multiprocessors: {self}")
-        if self.warps * self.per_sm > 64:
-            raise ValueError(f"more than 64 warps of a multiprocessor: {self}")
-
-    @property
-    def programs(self) -> int:
-        return self.per_sm * self.multiprocessors
-
-    @property
-    def registers(self) -> int | None:
-        """What a thread may use for all programs to run at once; None: no limit."""
-        limit = 65536 // (32 * self.warps * self.per_sm)
-        return limit // 8 * 8 if limit < 255 else None
-
-    def marks(self, m: int, n: int) -> int:
-        """Flags a rank: one a program."""
-        return self.programs
-
-
-@dataclass(frozen=True)
-class RowsLayout:
-    """Byte offsets from the start of each rank's buffer."""
-
-    world: int
-    m: int
-    n: int
-    marks: int
-    dtype: torch.dtype  # of parts and of new
-
-    @property
-    def own(self) -> int:
-        """Rows a rank finishes; the last ranks fewer, or none."""
-        return -(-self.m // self.world)
-
-    @property
-    def ready(self) -> int:
-        """int32 [world]: rank r's part of that call, 8 * epoch + its kind, may be read."""
-        return CONTROL * 4
-
-    @property
-    def flags(self) -> int:
-        """int32 [world, marks]: the rows of rank r's program i are here."""
-        return self.ready + _up(self.world * 4, 256)
-
-    @property
-    def scales(self) -> int:
-        """float32 [world, M + N], from 64-element bounds."""
-        return self.flags + _up(self.world * self.marks * 4, 256)
-
-    @property
-    def scale_stride(self) -> int:
-        return _up(self.m, 64) + _up(self.n, 64)
-
-    @property
-    def digests(self) -> int:
-        """float32 [world, VECTORS + own, DIGEST]: of rank r's vectors, and of its residual in this
-        rank's rows."""
-        return _up(self.scales + self.world * self.scale_stride * 4, 256)
-
-    @property
-    def digest_bytes(self) -> int:
-        return (VECTORS + self.own) * DIGEST * 4
-
-    @property
-    def parts(self) -> int:
-        """dtype [world, own, N]: rank r's part of this rank's rows."""
-        return _up(self.digests + self.world * self.digest_bytes, 1024)
-
-    @property
-    def part_bytes(self) -> int:
-        return _up(self.own * self.n * self.dtype.itemsize, 1024)
-
-    @property
-    def news(self) -> int:
-        """dtype [M, N]: rows of new from the others."""
-        return self.parts + self.world * self.part_bytes
-
-    @property
-    def s(self) -> int:
-        """float32 [M]."""
-        return self.news + _up(self.m * self.n * self.dtype.itemsize, 1024)
-
-    @property
-    def q(self) -> int:
-        """FP8 [M, N]; float32 in Triton's interpreter, whose casts to FP8 truncate."""
-        return self.s + _up(self.m * 4, 1024)
-
-    @property
-    def bytes(self) -> int:
-        return self.q + _up(self.m * self.n * (4 if INTERPRET else 1), 1024)
-
-    def rows(self, rank: int) -> range:
-        """Which a rank finishes."""
-        return own_rows(self.m, self.world, rank)
-
-    def part(self, buffer: torch.Tensor, rank: int, count: int) -> torch.Tensor:
-        """Rank ``rank``'s part [count, N] of the rows that the buffer's owner finishes."""
-        at, size = self.parts + rank * self.part_bytes, count * self.n * self.dtype.itemsize
-        return buffer[at : at + size].view(self.dtype).view(count, self.n)
-
-
-def refusal(
-    config: Rows, m: int, n: int, world: int, dtype: torch.dtype, properties: Any
-) -> str | None:
-    """Why results [m, n] do not go this way on such a GPU."""
-    if dtype != torch.bfloat16:
-        return f"unscaled parts do not fit {dtype}"
-    if n > WIDEST or n % 16:
-        return f"{n} columns: a program holds up to {WIDEST}, a multiple of 16"
-    if config.multiprocessors > properties.multi_processor_count:
-        return f"{config.programs} programs do not run at once"
-    if RowsLayout(world, m, n, config.programs, dtype).bytes >= 2**31:
-        return "a workspace of 2 GiB or more"  # byte offsets are int32 in the kernel
-    return None
 
 
 if triton is not None:
@@ -214,72 +73,6 @@ if triton is not None:
             there = pointer(tl.load(bases + r), scales + rank * stride * 4, like)
             tl.store(there + i, xs, mask=i < M)
             tl.store(there + gap + i, ws, mask=i < N)
-
-    @triton.jit
-    def _put_digest(to, v_ptr, keep, c, DIGEST: tl.constexpr):
-        v = tl.load(v_ptr + c, mask=keep, other=0.0).to(tl.float32)
-        h = c.to(tl.uint32) * 0x9E3779B1
-        h = (h ^ (h >> 15)) * 0x85EBCA6B
-        h = h ^ (h >> 13)
-        for k in tl.static_range(DIGEST - 1):
-            minus = (h >> (4 * k + 2)) & 1
-            tl.store(to + k, tl.sum(tl.where(minus != 0, -v, v), 0))
-        tl.store(to + DIGEST - 1, tl.sum(v * v, 0))
-
-    @triton.jit
-    def _put_vector(v_ptr, number: tl.constexpr, like, bases, rank, digests, digest_bytes, keep, c,
-                    WORLD: tl.constexpr, DIGEST: tl.constexpr):  # fmt: skip
-        if v_ptr is not None:  # noqa: SIM102
-            if tl.program_id(0) == number:
-                for r in tl.static_range(WORLD):
-                    there = pointer(tl.load(bases + r), digests + rank * digest_bytes, like)
-                    _put_digest(there + number * DIGEST, v_ptr, keep, c, DIGEST)
-
-    @triton.jit(do_not_specialize=["rank"])
-    def _digests_kernel(x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, like, bases,
-                        x_stride, own, rank, digests, digest_bytes, C: tl.constexpr,
-                        BLOCK: tl.constexpr, WORLD: tl.constexpr, VECTORS: tl.constexpr,
-                        DIGEST: tl.constexpr):  # fmt: skip
-        """Digests of this rank's vectors to all, of its residual's rows to their finishers."""
-        pid = tl.program_id(0)
-        c = tl.arange(0, BLOCK)
-        keep = c < C
-        to = (like, bases, rank, digests, digest_bytes, keep, c)
-        _put_vector(gate_ptr, 0, *to, WORLD, DIGEST)
-        _put_vector(weight_ptr, 1, *to, WORLD, DIGEST)
-        _put_vector(bias_ptr, 2, *to, WORLD, DIGEST)
-        _put_vector(scale_ptr, 3, *to, WORLD, DIGEST)
-        _put_vector(shift_ptr, 4, *to, WORLD, DIGEST)
-        if pid >= VECTORS:
-            row = pid - VECTORS
-            there = pointer(tl.load(bases + row // own), digests + rank * digest_bytes, like)
-            at = x_ptr + tl.full((), 0, tl.int64) + row.to(tl.int64) * x_stride
-            _put_digest(there + (VECTORS + row % own) * DIGEST, at, keep, c, DIGEST)
-
-    @triton.jit
-    def _differs(first, here, like, rank, digests, digest_bytes, WHICH: tl.constexpr,
-                 COUNT: tl.constexpr, WORLD: tl.constexpr, DIGEST: tl.constexpr):  # fmt: skip
-        """1 where a rank's digests are not this rank's, else 0: one value for all threads.
-
-        Of COUNT digests from the first on those whose bits are set in WHICH.
-        """
-        k = tl.arange(0, COUNT * DIGEST)
-        at = first * DIGEST + k
-        squares = at // DIGEST * DIGEST + DIGEST - 1
-        keep = ((WHICH >> (k // DIGEST)) & 1) != 0
-        keep = keep & (at != squares)
-        here_r = pointer(here, digests + rank * digest_bytes, like)
-        mine = tl.load(here_r + at, mask=keep, other=0.0, cache_modifier=".cg")
-        size = tl.load(here_r + squares, mask=keep, other=0.0, cache_modifier=".cg")
-        far = tl.zeros((COUNT * DIGEST,), tl.int32)
-        for r in tl.static_range(WORLD):
-            here_r = pointer(here, digests + r * digest_bytes, like)
-            other = tl.load(here_r + at, mask=keep, other=0.0, cache_modifier=".cg")
-            largest = tl.load(here_r + squares, mask=keep, other=0.0, cache_modifier=".cg")
-            apart = tl.abs(mine - other) > 0.03125 * tl.sqrt(tl.maximum(size, largest))
-            alone = (mine != mine) != (other != other)  # NaN on one of them
-            far = far | (apart | alone).to(tl.int32)
-        return tl.max(far, 0)
 
     @triton.jit
     def _finish(row, x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, new_ptr,
@@ -388,10 +181,10 @@ if triton is not None:
                             BLOCK, LAYER, WORLD, WHOLE)  # fmt: skip
                 if q_ptr is not None:  # here, so that it is waited for beside the rows' own way
                     box = (here, like, rank, digests, digest_bytes)
-                    differ = _differs(0, *box, WHICH, 8, WORLD, DIGEST)
+                    differ = differs(0, *box, WHICH, 8, WORLD, DIGEST)
                     if COMPARE:
                         for row in tl.range(first + pid, last, programs, num_stages=1):
-                            differ |= _differs(VECTORS + row - first, *box, 1, 1, WORLD, DIGEST)
+                            differ |= differs(VECTORS + row - first, *box, 1, 1, WORLD, DIGEST)
                     if differ != 0:
                         tl.atomic_max(control + ERROR, OTHERS, sem="relaxed", scope="gpu")
             # A rank that goes on without this one says so first: what was read may be of two calls.
@@ -483,7 +276,7 @@ def launch(
             for step in range(1, space.layout.world):
                 product(space, x, w, (space.rank + step) % space.layout.world)
             if norm is not None:  # behind what travels, beside this rank's own piece
-                send_digests(space, norm)
+                digests.send(space, norm.residual if norm.compare else None, norm.vectors)
         if not space.config.beside:
             main.wait_stream(side)
         send_scales(space, x_scale, w_scale)
@@ -529,27 +322,6 @@ def send_scales(space: Space, x_scale: torch.Tensor, w_scale: torch.Tensor) -> N
         WORLD=at.world,
         BLOCK=block,
         num_warps=4,
-    )
-
-
-def send_digests(space: Space, norm: Norm) -> None:
-    at = space.layout
-    _digests_kernel[(VECTORS + (at.m if norm.compare else 0),)](
-        norm.residual,
-        *norm.vectors,
-        space.one,
-        space.bases,
-        norm.residual.stride(0),
-        at.own,
-        space.rank,
-        at.digests,
-        at.digest_bytes,
-        C=at.n,
-        BLOCK=triton.next_power_of_2(at.n),
-        WORLD=at.world,
-        VECTORS=VECTORS,
-        DIGEST=DIGEST,
-        num_warps=8,
     )
 
 

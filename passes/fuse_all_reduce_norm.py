@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from rtc.kernels import linear_all_reduce_norm as _kernel  # registers the op
-from rtc.kernels.linear_all_reduce_rows import WIDEST
+from rtc.kernels.linear_all_reduce_rows_layout import WIDEST
 from rtc.passes.analysis.collectives import is_wait, issues
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val

@@ -35,9 +35,10 @@ from rtc.passes.rewrite import copied
 from rtc.ranks import Ranks
 from rtc.report import GraphReport
 from rtc.runtime.constants import WithConstants
+from rtc.runtime.graph import GraphRuntime
 from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.refresh import Refresher
-from rtc.runtime.session import GraphRuntime, Session
+from rtc.runtime.session import Session
 from rtc.runtime.step import Step
 
 aten = torch.ops.aten

@@ -15,7 +15,8 @@ from rtc.kernels import linear_fp8
 from rtc.kernels.linear_all_reduce_copies import Copies
 from rtc.kernels.linear_all_reduce_gluon import Specialized
 from rtc.kernels.linear_all_reduce_movers import Movers
-from rtc.kernels.linear_all_reduce_rows import Norm, Rows
+from rtc.kernels.linear_all_reduce_rows import Norm
+from rtc.kernels.linear_all_reduce_rows_layout import Rows
 
 from .ranks import BF16, Operands, Ranks
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rtc.kernels import linear_all_reduce as op
 from rtc.kernels import linear_fp8
 from rtc.kernels import modulate_quantize as tail
-from rtc.kernels.linear_all_reduce_rows import Rows, RowsLayout
+from rtc.kernels.linear_all_reduce_rows_layout import Rows, RowsLayout
 from rtc.kernels.linear_all_reduce_space import Layout, Space
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16

@@ -6,11 +6,13 @@ stays right when they are made anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from rtc.passes.analysis.host import InputInfo
 from rtc.runtime.state import Stamps
 
 
@@ -66,3 +68,22 @@ class WithConstants:
     def __call__(self, args: list[Any]) -> Any:
         self.refresh(args)
         return self.run([*args, *self.held])
+
+
+class ConstEval:
+    """Values of constant subexpressions on their own device, from the call's inputs."""
+
+    def __init__(self, inputs: Mapping[fx.Node, InputInfo], get_attr: Callable[[str], Any]) -> None:
+        self.inputs, self.get_attr = inputs, get_attr
+        self.args: Sequence[Any] = ()
+        self.scales: dict[fx.Node, torch.Tensor] = {}
+
+    def __call__(self, node: fx.Node) -> Any:
+        if node in self.scales:
+            return self.scales[node]
+        if node.op == "placeholder":
+            return self.args[self.inputs[node].index]
+        if node.op == "get_attr":
+            return self.get_attr(str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self)
+        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -13,10 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from rtc.kernels import linear_all_reduce_digests as digests
 from rtc.kernels import linear_all_reduce_norm as op
 from rtc.kernels import linear_all_reduce_rows as rows
 from rtc.kernels import linear_fp8, modulate_quantize
-from rtc.kernels.linear_all_reduce_rows import COLLECT, FINISH, PUBLISH, Norm, Rows, RowsLayout
+from rtc.kernels.linear_all_reduce_rows import COLLECT, FINISH, PUBLISH, Norm
+from rtc.kernels.linear_all_reduce_rows_layout import Rows, RowsLayout
 from rtc.kernels.linear_all_reduce_space import CONTROL, ERROR, OTHERS, Space
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -77,7 +79,8 @@ def products(spaces, args, norms=None):
     for i, (s, (x, w, xs, ws)) in enumerate(zip(spaces, args, strict=True)):
         rows.send_scales(s, xs, ws)
         if norms is not None:
-            rows.send_digests(s, norms[i])
+            n = norms[i]
+            digests.send(s, n.residual if n.compare else None, n.vectors)
         for r, there in enumerate(s.peers):
             own = s.layout.rows(r)
             part = linear_fp8.reference(x[own.start : own.stop], w, torch.ones(1), torch.ones(1))

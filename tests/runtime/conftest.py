@@ -2,7 +2,7 @@
 
 import pytest
 
-from rtc.runtime.session import GraphRuntime
+from rtc.runtime.graph import GraphRuntime
 
 
 @pytest.fixture

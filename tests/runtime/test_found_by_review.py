@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 import rtc
 from rtc.runtime import guard
+from rtc.runtime.graph import GraphRuntime
 from rtc.runtime.prepare import CohortRuntime
 from rtc.runtime.refresh import Refresher
-from rtc.runtime.session import GraphRuntime
 
 from .models import EAGER, Attention, pair, rope, x
 

@@ -16,7 +16,8 @@ from rtc.model import PRESETS, build, example_inputs
 from rtc.passes.analysis.layout import twice
 from rtc.passes.analysis.rowwise import RowTable
 from rtc.runtime import owners
-from rtc.runtime.session import ConstEval, GraphRuntime
+from rtc.runtime.constants import ConstEval
+from rtc.runtime.graph import GraphRuntime
 from rtc.runtime.state import Stamps
 from tests.runtime.models import EAGER, Attention, Given, chain, close, pair, rope, x, zeros
 
