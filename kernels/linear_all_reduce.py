@@ -231,12 +231,13 @@ def release(group: str | None = None) -> None:
 
 
 def error_words(keys: list[Key]) -> list[torch.Tensor]:
-    """int32 [1] each, on the GPU: not 0 once a call waited in vain (``Space``)."""
+    """int32 [1] each, on the GPU: not 0 once a call waited in vain, or ranks differ (``Space``)."""
     return [_SPACES[k].control[ERROR : ERROR + 1] for k in keys if k in _SPACES]
 
 
 def check() -> None:
-    """Raise RuntimeError if any call waited in vain for a peer. Waits for the device."""
+    """Raise RuntimeError if any call waited in vain for a peer, or ranks differ. Waits for the
+    device."""
     for space in _SPACES.values():
         space.check()
 

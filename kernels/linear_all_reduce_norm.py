@@ -130,26 +130,30 @@ def _gathered(
 
 
 def _compare(n: Norm, world: int, pg: Any) -> None:
-    """Raise ValueError, on all ranks, where values that norm a row are not those of the others.
+    """Raise ValueError, on all ranks, where rows or vectors are not those of the other ranks.
 
-    NaN on a rank: a row that it does not have. Ranks on other paths round otherwise: 2^-5 of a
-    value and of its row's mean is left to that.
+    Ranks on other paths round otherwise: an eighth of a row's norm is left to that. Without
+    ``compare``, NaN on a rank is a row that it does not have.
     """
     import torch.distributed as dist
 
-    vectors = (n.gate, n.weight, n.bias, n.scale, n.shift)
-    given = [n.residual, *(v.reshape(1, -1) for v in vectors if v is not None)]
-    mine = torch.cat([t.float() for t in given])
+    vectors = [v.reshape(1, -1) for v in n.vectors if v is not None]
+    mine = torch.cat([t.float() for t in (n.residual, *vectors)])
     said = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(said, mine, group=pg)
     every = torch.stack(said)
-    least = every.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
-    most = every.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0)
-    size = every.nan_to_num(0.0).abs().amax(0)
-    far = most - least > 2.0**-5 * (size + size.mean(-1, keepdim=True))
-    if bool(far.any()):
+    nan = every.isnan()
+    alone = nan.any(0) & ~nan.all(0)
+    if not n.compare:
+        alone[: len(n.residual)] = False
+    least = every.masked_fill(nan, torch.inf).amin(0)
+    most = every.masked_fill(nan, -torch.inf).amax(0)
+    spread = torch.where((most <= least) | nan.all(0), 0.0, most - least)
+    size = every.nan_to_num(0.0, 0.0, 0.0).abs().amax(0).norm(dim=-1)
+    if bool((alone.any(-1) | (spread.norm(dim=-1) > size / 8)).any()):
         raise ValueError(
             "linear_all_reduce_norm: the residual or a vector of the norm differs between ranks: "
+            "give every rank the same inputs and the same weights of norms and modulation, or "
             "compile without Options(fuse_all_reduce_norm=True)"
         )
 

@@ -186,7 +186,7 @@ if triton is not None:
                         for row in tl.range(first + pid, last, programs, num_stages=1):
                             differ |= differs(VECTORS + row - first, *box, 1, 1, WORLD, DIGEST)
                     if differ != 0:
-                        tl.atomic_max(control + ERROR, OTHERS, sem="relaxed", scope="gpu")
+                        tl.atomic_cas(control + ERROR, 0, OTHERS, sem="relaxed", scope="gpu")
             # A rank that goes on without this one says so first: what was read may be of two calls.
             tl.debug_barrier()
             seen = tl.atomic_add(control + ERROR, 0, sem="acq_rel", scope="sys")
@@ -226,10 +226,10 @@ if triton is not None:
             done = tl.atomic_add(control + DONE, 1, sem="acq_rel", scope="gpu")
             if done == programs - 1:
                 said = tl.atomic_add(control + ERROR, 0, sem="acq_rel", scope="sys")
-                if said != 0:  # before it ends: the others' rows of the next call are NaN, too
+                if said != 0:  # before it ends; what was the matter first is what counts
                     for step in tl.static_range(1, WORLD):
                         words = pointer(tl.load(bases + (rank + step) % WORLD), 0, control)
-                        tl.atomic_max(words + ERROR, said, sem="release", scope="sys")
+                        tl.atomic_cas(words + ERROR, 0, said, sem="release", scope="sys")
                 tl.store(control + DONE, 0)
                 tl.store(control + EPOCH, epoch)
 

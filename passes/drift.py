@@ -1,9 +1,9 @@
 """What will the tables do? A look ahead on the host, before anything is compiled.
 
-Every int input is advanced by one a call, from the first call's values, and the tables of each view
-class are read as the runtime will read them. A kept slot whose row changes must be computed again,
-unless the change is one rotation common to most slots: then the queries are turned instead, and
-only the other slots (the sink) are computed again.
+Every int input but sizes is advanced by one a call, from the first call's values, and the tables of
+each view class are read as the runtime will read them. A kept slot whose row changes must be
+computed again, unless the change is one rotation common to most slots: then the queries are turned
+instead, and only the other slots (the sink) are computed again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtc.passes import entries
 from rtc.passes.analysis.exprs import evaluate
 from rtc.passes.analysis.host import HostProgram
-from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.tables import changed
 from rtc.passes.plan import CachePlan, Cohort, Refusal, View, moves_slots
 from rtc.passes.rotation import Rotation, find, rotated, score_axis
@@ -75,8 +74,11 @@ def _square(z: np.ndarray) -> np.ndarray:
 
 def apart(old: np.ndarray, new: np.ndarray, eps: float) -> np.ndarray:
     """Mask of turns [n, D] that differ by more than rounding."""
-    scale = np.maximum(_square(old), _square(new))
-    return (_square(new - old) > (8 * eps) ** 2 * scale).any(1)
+    with np.errstate(invalid="ignore"):
+        scale = np.maximum(_square(old), _square(new))
+        far = _square(new - old) > (8 * eps) ** 2 * scale
+    odd = ~(np.isfinite(old) & np.isfinite(new)) & (old != new) & ~(np.isnan(old) & np.isnan(new))
+    return (far | odd).any(1)
 
 
 def drift(plan: CachePlan, cohort: Cohort) -> Drift:
@@ -124,15 +126,15 @@ def _look(
     heavy = moved = folded = calls = 0
     odd_slots = 0
     for t in range(LOOK_AHEAD):
-        env = host.run({n: x + t for n, x in plan.sample.items()}, {})
         memo: dict[Any, Any] = {}
         try:
+            env = host.run(plan.coming(t), {})
             ids = evaluate(expr, env, memo).ravel()
             if t == 0:
                 for reader in tables.readers:
                     reader.verify(env)
             keys = tables.keys(expr, ids, env, memo)
-        except (Fallback, IndexError):
+        except Exception:  # ints that go another way in truth may lead anywhere
             break
         if before is not None:
             at, old = before
@@ -151,7 +153,10 @@ def _look(
                 if rot is not None:
                     eps = max(torch.finfo(r.dtype).eps for r in rows)
                     old_turns, new_turns = (rot.turns(r, half=True) for r in (have, want))
-                    turn = common_turn(old_turns, new_turns, eps)
+                    if not (rot.straight(old_turns, eps) and rot.straight(new_turns, eps)):
+                        rot = turn = None
+                    else:
+                        turn = common_turn(old_turns, new_turns, eps)
                     if turn is not None and turn.odd.sum() < bad.sum():
                         folded += 1
                         left = turn.odd

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from rtc.kernels import swiglu_quantize as _kernel  # registers the op
-from rtc.passes.analysis import quantizer
+from rtc.passes.analysis import kinks, quantizer
 from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.fp8 import CASTS, SAME
 from rtc.passes.analysis.quantizer import RowQuantizer
@@ -87,13 +87,17 @@ def _keeps_rows(n: fx.Node) -> bool:
     return below.numel() == here.numel() and below.shape[-1:] == here.shape[-1:]
 
 
-def _opened(n: fx.Node) -> list[fx.Node] | None:
-    """What a node of the product is computed from, or None where the product ends."""
+def _opened(n: fx.Node, *, kinked: bool = False) -> list[fx.Node] | None:
+    """What a node of the product is computed from, or None where the product ends.
+
+    kinked: through ops as well of which samples would not tell what they do."""
     if n.op != "call_function" or not isinstance(n.meta.get("val"), torch.Tensor):
         return None
     if _keeps_rows(n):
         return [n.args[0]]  # type: ignore[list-item]
     if not is_pointwise(n.target) or not val(n).dtype.is_floating_point:
+        return None
+    if not (kinked or kinks.exponential(n.target)):
         return None
     return [a for a in n.all_input_nodes if not is_number(a)]
 
@@ -128,7 +132,7 @@ def _has_curve(product: fx.Node) -> bool:
     for n in queue:
         if n.target in _CURVES:
             return True
-        for below in _opened(n) or ():
+        for below in _opened(n, kinked=True) or ():
             if below not in seen and len(seen) < _STEPS:
                 seen.add(below)
                 queue.append(below)

@@ -9,7 +9,8 @@ After:
     o = attention(q8, write(view, f32(r) * s_cal), v)
 
 Refuses: without consent (``Options(quantize="calibrated")``), since a whole-cache maximum makes
-every slot of a view depend on every other; maxima of anything but slot-local work.
+every slot of a view depend on every other; maxima of anything but slot-local work; maxima that are
+used for anything but casting to FP8 and back.
 Numerics: changes (the scale is held; rows beyond it are clamped, and counted on the device).
 Quantization by fixed scales needs no consent: ``hoist_rope`` moves it like any slot-local work.
 """
@@ -31,13 +32,13 @@ def run(ctx: Context) -> Outcome:
             for _, user, reason in cache.analysis.ends:
                 if user.target in AMAX and "over the slots" in reason:
                     out.matched += 1
-                    out.refused.append(
-                        Refusal.at(
-                            "a whole-cache amax: hoisting it changes numerics and needs your "
-                            "consent, Options(quantize='calibrated')",
-                            user,
-                        )
+                    why = (
+                        "a whole-cache amax: hoisting it changes numerics and needs your consent, "
+                        "Options(quantize='calibrated')"
                     )
+                    if "more than the scale" in reason:
+                        why = f"calibrated scales are those of FP8 casts: {reason}"
+                    out.refused.append(Refusal.at(why, user))
     return out
 
 

@@ -1,6 +1,7 @@
 """Put a functional graph into the form that the analysis reads: same meaning, fewer spellings.
 
 * ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
+* A conjugate that is put off (``_conj``, resolved by a copy somewhere) is taken at once.
 * A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
   ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
   and values may move and be read differently. Two such axes in front count as one
@@ -35,6 +36,7 @@ _FILLS = {
 def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     """Normalise ``gm`` in place; the inputs, with parts of stacked caches appended."""
     _fills(gm)
+    _conjugates(gm)
     out = list(inputs)
     for info in inputs:
         if not info.is_int and (info.mutated or not info.parameter):
@@ -61,6 +63,13 @@ def _fills(gm: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+
+
+def _conjugates(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target is aten._conj.default:
+            node.target = aten.conj_physical.default
+            node.meta = {**node.meta, "val": aten.conj_physical.default(node.args[0].meta["val"])}
 
 
 class _GiveUp(Exception):

@@ -176,6 +176,11 @@ class CachePlan:
     unmatched: list[tuple[InputInfo, Refusal]]
     sample: dict[fx.Node, int]  # int inputs as the first call gave them
 
+    def coming(self, calls: int) -> dict[fx.Node, int]:
+        """Int inputs so many calls after the first, if those that may count calls do."""
+        inputs = self.host.inputs
+        return {n: x + calls * inputs[n].counts for n, x in self.sample.items()}
+
     def host_roots(self, cohort: Cohort) -> set[fx.Node]:
         """Host values that the runtime needs for this cohort, those of tables apart."""
         out = {b.operand for b in cohort.biases}

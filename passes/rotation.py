@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rtc.passes.analysis import shapes
+from rtc.passes.analysis import kinks, shapes
 from rtc.passes.analysis.fn import (
     LAYOUT,
     Fn,
@@ -34,11 +34,14 @@ from rtc.passes.analysis.fn import (
     walk,
     with_slots,
 )
+from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.tables import FINE, shaped_rows
 from rtc.passes.plan import View
 
 aten = torch.ops.aten
+
+BENT = "table rows that do not turn the features of a pair as one rotation"
 
 # What may follow the rotation inside a view: it commutes with turning pairs, up to rounding.
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -77,12 +80,39 @@ class Rotation:
         return out
 
     @functools.cached_property
+    def mirrored(self) -> bool:
+        """Whether the features of a pair turn as the parts of one complex number: both stretched
+        alike, one turned as far as the other is turned back. Only such turns follow each other by
+        multiplication."""
+        p = self.perm
+        alike = np.array_equal(self.a[p], self.a) and np.array_equal(self.c0[p], self.c0)
+        back = np.array_equal(self.b[p], -self.b) and np.array_equal(self.s0[p], -self.s0)
+        return alike and back
+
+    @property
+    def twisted(self) -> bool:
+        """Whether they cannot: both read one table entry, and take it otherwise."""
+        p = self.perm
+        for picks, sign, rest in ((self._picks[0], 1, self.c0), (self._picks[1], -1, self.s0)):
+            if picks is None:
+                return not self.mirrored
+            at, weight = picks
+            alike = (weight[p] == sign * weight) & (rest[p] == sign * rest)
+            if ((at[p] == at) & ~alike).any():
+                return True
+        return False
+
+    def straight(self, z: np.ndarray, eps: float) -> bool:
+        """Whether pairs turn so in turns [n, D] of all features, by their values."""
+        if self.mirrored:
+            return True
+        return bool((np.abs(z[:, self.perm] - z.conj()) <= 8 * eps * np.abs(z)).all())
+
+    @functools.cached_property
     def half(self) -> np.ndarray:
-        """One feature of each pair, where the other one turns the opposite way; else all."""
-        p, every = self.perm, np.arange(len(self.perm))
-        mirrored = np.array_equal(self.a[p], self.a) and np.array_equal(self.c0[p], self.c0)
-        mirrored &= np.array_equal(self.b[p], -self.b) and np.array_equal(self.s0[p], -self.s0)
-        return every[p >= every] if mirrored else every
+        """One feature of each pair, where the other one is known to turn the opposite way."""
+        every = np.arange(len(self.perm))
+        return every[self.perm >= every] if self.mirrored else every
 
     def whole(self, turn: np.ndarray) -> np.ndarray:
         """[D] from a turn of the features ``half``."""
@@ -126,11 +156,15 @@ class Rotation:
         return flat / weight if (weight != 1).any() else flat
 
     def turned_rows(self, rows: list[torch.Tensor], by: np.ndarray) -> list[torch.Tensor]:
-        """Table rows that turn by ``by`` [D] complex more; needs ``inverse``."""
+        """Table rows that turn by ``by`` [D] complex more; needs ``inverse``. Fallback: no rows
+        can."""
         assert self.inverse is not None
         if (by == 1).all() or not len(rows[0]):
             return rows
-        flat = self._back(self.turns(rows, half=True) * by[self.half], *self.inverse)
+        turns = self.turns(rows, half=True)
+        if not self.straight(turns, max(torch.finfo(r.dtype).eps for r in rows)):
+            raise Fallback(BENT)
+        flat = self._back(turns * by[self.half], *self.inverse)
         out, at = [], 0
         for r in rows:
             k = r.shape[1] * (2 if r.is_complex() else 1)
@@ -180,6 +214,7 @@ def find(view: View) -> Rotation | None:
     tables = at.operands()
     if (
         inner is None
+        or not _rational(at, inner)
         or _rounds(at, inner, *_precision(view.fn))
         or any(
             o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
@@ -293,6 +328,20 @@ def _rounds(at: Fn, inner: Fn, raw: torch.dtype, consent: bool) -> bool:
             return True
         queue.extend(f.children)
     return False
+
+
+def _rational(at: Fn, inner: Fn) -> bool:
+    """Whether samples tell all of what is above ``inner``: no clamp is beyond them."""
+    queue = [at]
+    while queue:
+        f = queue.pop()
+        if f.key == inner.key:
+            continue
+        cast = f.target in _CASTS and (f.dtype.is_floating_point or f.dtype.is_complex)
+        if f.kind == "op" and not (cast or f.target in LAYOUT or kinks.rational(f.target)):
+            return False
+        queue.extend(f.children)
+    return True
 
 
 def _commutes(f: Fn, raw: torch.dtype, consent: bool) -> bool:
@@ -418,6 +467,8 @@ def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:
     alone = perm == np.arange(feat)
     s = np.where(alone, 0.0, s)
     rot = Rotation(at, inner, perm, (c[1:] - c[0]).T, (s[1:] - s[0]).T, c[0], s[0])
+    if rot.twisted:
+        return None
     return rot if _checks(rot, run, draw, feat, lead * tail, gen) else None
 
 

@@ -56,7 +56,7 @@ class Specialize(Exception):
 _STATIC_GRAPHS = 16
 
 
-@dataclass
+@dataclass(repr=False)  # Dynamo's messages print the backend
 class Compiler:
     """Compiles graphs for one session; ``graphs`` collects what was done for the report."""
 

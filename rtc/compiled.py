@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import re
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
 from rtc.backend import Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
@@ -75,6 +76,7 @@ def host_read(error: Exception) -> HostSyncError | None:
 
 
 _TOO_MANY_PLAIN = 8
+_GRAPHS = 64  # of one model
 _OWN = {
     "_demoted",
     "_model",
@@ -145,6 +147,14 @@ class Compiled:
             except BackendCompilerFailed as e:
                 if not isinstance(e.inner_exception, Specialize):
                     raise
+            except FailOnRecompileLimitHit:
+                raise UnsupportedError(
+                    f"the model was compiled for {_GRAPHS} values of something that changes from "
+                    "call to call: a float or a string among the arguments, a number made from the "
+                    "step, an attribute. torch's warning above names the last one ('last reason'), "
+                    "TORCH_LOGS=recompiles all. Pass it as a tensor, or as an int argument that "
+                    "only indexes and adds."
+                ) from None
             except Exception as e:
                 found = host_read(e)
                 if found is None:
@@ -181,7 +191,16 @@ class Compiled:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_model":
             raise AttributeError(name)
-        return getattr(self._model, name)
+        value = getattr(self._model, name)
+        if getattr(value, "__self__", None) is not self._model or not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            out = value(*args, **kwargs)
+            return self if out is self._model else out  # eval(), to(..): not the eager model
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         # as torch.compile's own wrapper does: a cache rebound here is rebound in the model
@@ -276,7 +295,7 @@ def _capture(
             automatic_dynamic_shapes=static is None,
             fail_on_recompile_limit_hit=True,
             # a growth phase has a shape for every length before the window is full
-            recompile_limit=64,
+            recompile_limit=_GRAPHS,
         ),
     ):
         yield

@@ -24,7 +24,8 @@ class Options:
         where a model, or quantize_kv, keeps FP8 keys and values.
     fuse_all_reduce_norm: each rank norms some of the rows behind a row-parallel linear for all: 1 %
         of a step. Everything but the linears must be the same on all ranks; every call looks, and
-        what differs beyond roundings ends as NaN and ExchangeError (on the CPU as ValueError).
+        rows that differ by an eighth of their norm end as NaN and ExchangeError (on the CPU as
+        ValueError).
     quantize_kv: your consent to an FP8 cache for a model that has none; needs "calibrated" below.
     passes: switches of further passes by name, for passes that were added to the pipeline.
     quantize: "exact" refuses what changes numerics; "calibrated" is your consent to per-head scales

@@ -49,6 +49,11 @@ class InputInfo:
     part: tuple[int, int, int] | None = None
 
     @property
+    def counts(self) -> bool:
+        """Whether it may count calls: a size of a tensor does not."""
+        return self.is_int and ".size()" not in self.source
+
+    @property
     def deps(self) -> Deps:
         if self.is_int:
             return Deps.INT

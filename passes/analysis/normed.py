@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rtc.passes.analysis import kinks
 from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.fp8 import CASTS, SAME
 from rtc.passes.analysis.slots import COPIES, is_pointwise
@@ -428,10 +429,12 @@ def _evaluate(node: fx.Node, leaf: fx.Node, sample: torch.Tensor) -> torch.Tenso
         known = t in _REDUCTIONS or t in CASTS or t in _SAME or t is aten.unsqueeze.default
         if not (known or t is operator.getitem or is_pointwise(t)):
             return False
+        if not known and not kinks.algebraic(t, n.args):
+            return False  # samples would not tell what it does
         if not all(go(a) for a in n.all_input_nodes):
             return False
         if t in CASTS or t in _SAME:
-            if t in CASTS and not val(n).dtype.is_floating_point:
+            if t in CASTS and val(n).dtype not in (*FLOATS, torch.float64):
                 return False
             values[n] = values[n.args[0]]  # type: ignore[index]
             return True

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rtc.passes.analysis import movement, shapes
+from rtc.passes.analysis import movement, scales, shapes
 from rtc.passes.analysis.exprs import Exprs, SlotExpr
 from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, op_fn, permutation, raw_fn
 from rtc.passes.analysis.host import Deps, HostInfo, InputInfo
@@ -431,7 +431,14 @@ class LocalAnalysis:
         red = reduced_dims(node, rank)
         if any(d in red for d in v.dims):
             if self.calibrate and node.target in AMAX and set(v.dims) <= set(red):
-                self.calibrated[node] = v.fn
+                other = scales.other_use(node, is_pointwise)
+                if other is None:
+                    self.calibrated[node] = v.fn
+                else:
+                    raise NotLocal(
+                        f"{node.target} reduces over the slots, and is more than the scale of FP8 "
+                        f"casts: {other.name} uses it otherwise"
+                    )
             raise NotLocal(f"{node.target} reduces over the slots (a whole-cache statistic)")
         if keepdim(node, REDUCE[node.target][1]):
             dims = v.dims

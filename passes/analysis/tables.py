@@ -235,7 +235,10 @@ def changed(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
         return (a != b).any(-1).numpy()
     x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
     # entry by entry: beside a huge one (a masked slot's) any other would look the same
-    return ((x - y).abs() > _ULPS * real * torch.maximum(x.abs(), y.abs())).any(-1).numpy()
+    far = (x - y).abs() > _ULPS * real * torch.maximum(x.abs(), y.abs())
+    # what is infinite or no number is the same or it is not
+    odd = ~(x.isfinite() & y.isfinite()) & (x != y) & ~(x.isnan() & y.isnan())
+    return (far | odd).any(-1).numpy()
 
 
 def as_value(v: Any) -> torch.Tensor:

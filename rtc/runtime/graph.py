@@ -249,13 +249,15 @@ class GraphRuntime:
         """After the first call, which took long anyway; every int goes on by one a call."""
         self.rehearsed = True
         ints = {i.node: int(args[i.index]) for i in self.host.int_inputs}
+        by = {i.node: int(i.counts) for i in self.host.int_inputs}
+
+        def host(t: int) -> Mapping[fx.Node, Any]:
+            return self.host.run({n: x + t * by[n] for n, x in ints.items()}, consts)
+
         # ints that go another way in truth may lead anywhere
         with contextlib.suppress(Exception):
             for c, st, _ in states:
-                coming = c.rehearse(
-                    st, lambda t: self.host.run({n: x + t for n, x in ints.items()}, consts),
-                    LOOK_AHEAD, _REHEARSAL_SECONDS,
-                )  # fmt: skip
+                coming = c.rehearse(st, host, LOOK_AHEAD, _REHEARSAL_SECONDS)
                 for refreshes in coming:
                     parts = [part_of(c, st, r, src) for r, src in refreshes]
                     self.refresher.expect(st, parts, self.const, self._const_args(args))

@@ -22,6 +22,7 @@ from rtc.passes.analysis.tables import ClassTables, TableReader, changed, shaped
 from rtc.passes.drift import apart, common_turn
 from rtc.passes.plan import Cohort, Event
 from rtc.passes.rewrite import Extra, first_of_class
+from rtc.passes.rotation import BENT
 from rtc.runtime.classes import ClassState
 from rtc.runtime.state import CohortState, Counters, layout_key
 
@@ -267,6 +268,8 @@ class CohortRuntime:
             else:
                 eps = max(torch.finfo(r.dtype).eps for r in want)
                 old, new = (rot.turns(r, half=True) for r in (have, want))
+                if not (rot.straight(old, eps) and rot.straight(new, eps)):
+                    raise Fallback(BENT)
                 lag = c.lag(where[at])
                 old = old if lag is None else old * lag[:, rot.half]
                 odd[at] = apart(old, new, eps)

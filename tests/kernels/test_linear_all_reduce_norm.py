@@ -216,14 +216,57 @@ class TestKernel:
             assert (q.float() * s)[row].isnan().all()
         assert [s.control[ERROR].item() for s in spaces] == [OTHERS] * 3
 
-    def test_a_row_is_nan_on_one_rank(self):
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e25])
+    def test_a_row_is_no_number_on_one_rank(self, value):
         spaces = ranks(4, 32, 2)
         args = [make(4, 32, 16, r) for r in range(2)]
         f = following(4, 32, 0)
         x = f.residual.clone()
-        x[0, 7] = float("nan")
+        x[0, 7] = value
         call(spaces, args, [f, dataclasses.replace(f, residual=x)])
         assert [s.control[ERROR].item() for s in spaces] == [OTHERS] * 2
+
+    def test_what_both_have_is_no_difference(self):
+        """However large, small or infinite."""
+        spaces = ranks(6, 32, 2)
+        args = [make(6, 32, 16, r) for r in range(2)]
+        f = following(6, 32, 0)
+        f.residual[0, 3], f.residual[1, 3], f.residual[2, 3] = float("inf"), -float("inf"), 1e30
+        f.residual[3] = f.residual[3] * 1e-30
+        f.residual[4] = 0
+        call(spaces, args, [f, dataclasses.replace(f, residual=f.residual * (1 + 2**-7))])
+        assert not any(s.control[ERROR] for s in spaces)
+
+    def test_half_of_the_norm_is_seen_in_each_row(self):
+        """And in either direction against a row of zeros. 50 rows, of a difference each its own."""
+        g = torch.Generator().manual_seed(3)
+        f = following(1, 512, 0)
+        seen = []
+        for i in range(50):
+            spaces = ranks(1, 512, 2, Rows(per_sm=1, multiprocessors=1))
+            d = torch.randn(512, generator=g)
+            x = f.residual + 0.5 * d * f.residual.float().norm() / d.norm()
+            if i < 2:
+                x = f.residual * 0
+            norms = [f, dataclasses.replace(f, residual=x.to(BF16))]
+            for s, n in zip(spaces, norms[:: 1 - 2 * (i % 2)], strict=True):
+                digests.send(s, n.residual, n.vectors)
+            rows.finish(spaces[1], f, outs(spaces, f)[1], PUBLISH)
+            rows.finish(spaces[0], f, outs(spaces, f)[0], FINISH)
+            seen.append(spaces[0].control[ERROR].item())
+        assert seen == [OTHERS] * 50
+
+    def test_the_first_reason_counts(self):
+        """A peer that has given up, and gone on to other values, was late and not different."""
+        spaces = ranks(6, 32, 2)
+        args = [make(6, 32, 16, r) for r in range(2)]
+        f = following(6, 32, 0, whole=True)
+        call(spaces, args, f)
+        other = dataclasses.replace(f, residual=-f.residual)
+        for s in spaces:
+            s.control[ERROR] = 1
+        call(spaces, args, [f, other])
+        assert [s.control[ERROR].item() for s in spaces] == [1, 1]
 
     def test_roundings_and_rows_of_nobody_else_are_no_difference(self):
         spaces = ranks(6, 32, 2)

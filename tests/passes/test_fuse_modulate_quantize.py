@@ -452,3 +452,36 @@ def test_the_reference_model():
     notes = [p["notes"] for g in report["graphs"] for p in g["passes"] if p["notes"]]
     assert ["4 of 4 with the residual in front"] in notes
     assert worst < 5e-3
+
+
+# ---- what samples would not show -----------------------------------------------------------------
+
+
+def _rms_by(statistic):
+    def rows(p, h):
+        y = h * torch.rsqrt(statistic(h) + EPS)
+        return y * (1 + p.scale) + p.shift
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    "statistic",
+    [
+        lambda h: h.pow(2).clamp(max=65504.0).mean(-1, keepdim=True),
+        lambda h: h.clamp(-1e3, 1e3).pow(2).mean(-1, keepdim=True),
+        lambda h: h.pow(2).mean(-1, keepdim=True).clamp(max=1e6),
+        lambda h: torch.where(h.abs() > 1e4, 1e8, h * h).mean(-1, keepdim=True),
+        lambda h: (1e8 * torch.tanh(h * h / 1e8)).mean(-1, keepdim=True),
+        lambda h: h.pow(2).mean(-1, keepdim=True).to(F8).float(),
+    ],
+    ids=["squares", "rows", "mean", "where", "soft", "fp8"],
+)
+def test_a_norm_that_is_bent_beyond_all_samples(statistic):
+    gm, _ = fused(lambda p: quantize(_rms_by(statistic)(p, p.x)))
+    assert count(gm, PLAIN) == [0]
+
+
+def test_the_same_norm_unbent():
+    gm, _ = fused(lambda p: quantize(_rms_by(lambda h: h.pow(2).mean(-1, keepdim=True))(p, p.x)))
+    assert count(gm, PLAIN) == [1]

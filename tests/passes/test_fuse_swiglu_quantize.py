@@ -216,6 +216,18 @@ class Limited(Gated):
         return F.silu(act).clamp(max=7.0) * up
 
 
+class LimitedFarOut(Gated):
+    """Beyond what samples reach."""
+
+    def gate(self, act, up):
+        return (F.silu(act) * up).clamp(-1e6, 1e6)
+
+
+class SoftCap(Gated):
+    def gate(self, act, up):
+        return 1e6 * torch.tanh(F.silu(act) * up / 1e6)
+
+
 class Shifted(Gated):
     """Of silu(a) * u, where a and u are pointwise work themselves: that stays outside."""
 
@@ -267,6 +279,8 @@ class ThreeParts(Gated):
         (Gelu, "not silu"),
         (QuickGelu, "not silu"),
         (Limited, "not silu"),
+        (LimitedFarOut, "not silu"),
+        (SoftCap, "not silu"),
         (Shifted, None),
         (Rounded, "not silu"),
         (NoGate, "not silu"),

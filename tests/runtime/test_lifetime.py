@@ -110,3 +110,27 @@ def test_step_times_are_kept_for_a_while_only():
     for _ in range(3):
         compiled._seconds.extend([0.0] * 100_000)
     assert len(runtime(compiled)["step_seconds"]) < 100_000
+
+
+def test_what_returns_the_model_returns_the_compiled_one():
+    """``rtc.compile(model).eval()`` must not run eager from there on, unnoticed."""
+    _, twin, compiled = pair()
+    assert compiled.eval() is compiled
+    assert compiled.to(torch.float64).requires_grad_(False) is compiled
+    assert compiled.train(False).double() is compiled
+    assert compiled.state_dict().keys() == twin.state_dict().keys()
+    assert next(iter(compiled.modules())) is twin
+    assert not twin.training
+
+
+def test_what_changes_in_every_call_and_is_compiled_for(monkeypatch):
+    monkeypatch.setattr("rtc.compiled._GRAPHS", 3)
+
+    class Named(Window):
+        def forward(self, x, step, name):
+            return super().forward(x, step) * len(name)
+
+    _, _, compiled = pair(Named)
+    with pytest.raises(rtc.errors.UnsupportedError, match="changes from call to call"):
+        for step in range(12):
+            compiled(x(step), step, "a" * step)

@@ -1,0 +1,120 @@
+"""Calibration holds the scales of FP8 casts, and no other whole-cache maximum.
+
+Legend: 12 slots, 3 new a call; float64, so that what is refused equals eager to the last bits.
+"""
+
+# mypy: no-check-untyped-defs, allow-untyped-defs
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rtc
+from rtc.testing import assert_pass_counts, assert_refused
+
+F8 = torch.float8_e4m3fn
+DOUBLE = torch.float64
+
+
+def top(k):
+    return k.abs().amax((-1, -2), keepdim=True)
+
+
+def fp8(k):
+    s = top(k) / 448 + 1e-9
+    return (k / s).clamp(-448, 448).to(F8).to(DOUBLE) * s
+
+
+def fp8_by_inverse(k):
+    s = (top(k) / 448).clamp(min=1e-9).log2().ceil().exp2()
+    return (k * s.reciprocal()).to(F8).to(torch.float32).to(DOUBLE).mul(0.5) * s * 2
+
+
+def over_its_maximum(k):
+    return k / (top(k) + 1e-6) * 8
+
+
+def less_its_maximum(k):
+    return k - k.amax((-1, -2), keepdim=True)
+
+
+def int4(k):
+    s = top(k) / 7 + 1e-9
+    return (k / s).round().clamp(-7, 7) * s
+
+
+def fp8_and_more(k):
+    """The maximum enters the result as itself, too."""
+    most = top(k)
+    s = most / 448 + 1e-9
+    return (k / s).clamp(-448, 448).to(F8).to(DOUBLE) * s + most
+
+
+def fp8_of_a_bend(k):
+    s = top(k) / 448 + 1e-9
+    return (torch.tanh(k / s) * 300).to(F8).to(DOUBLE) * s
+
+
+def fp8_scaled_by_another(k):
+    """What goes back to size is not what was cast."""
+    s = top(k) / 448 + 1e-9
+    return (k / s).to(F8).to(DOUBLE) * s + (k * 0.5) * s
+
+
+def scale_in_fp8(k):
+    s = (top(k) / 448 + 1e-3).to(F8).to(DOUBLE)
+    return (k / s).to(F8).to(DOUBLE) * s
+
+
+class Model(nn.Module):
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+        self.qkv = nn.Linear(8, 48).double()
+        self.register_buffer("k", torch.zeros(1, 2, 12, 8, dtype=DOUBLE))
+        self.register_buffer("v", torch.zeros(1, 2, 12, 8, dtype=DOUBLE))
+
+    def forward(self, x):
+        n = x.shape[1]
+        q, k, v = self.qkv(x).view(1, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        self.k.copy_(torch.cat([self.k[:, :, n:], k], 2))
+        self.v.copy_(torch.cat([self.v[:, :, n:], v], 2))
+        return F.scaled_dot_product_attention(q, self.work(self.k), self.v)
+
+
+def run(work):
+    torch.manual_seed(0)
+    eager = Model(work)
+    options = rtc.Options(quantize="calibrated", lowering="eager", warn=False)
+    compiled = rtc.compile(copy.deepcopy(eager), options=options)
+    worst = 0.0
+    with torch.no_grad():
+        for step in range(14):
+            x = torch.randn(1, 3, 8, dtype=DOUBLE) * (1 + 0.5 * (step == 9))
+            y = eager(x)
+            worst = max(worst, ((compiled(x) - y).abs().max() / y.abs().max()).item())
+    return compiled.report(), worst
+
+
+@pytest.mark.parametrize("work", [fp8, fp8_by_inverse])
+def test_scales_of_fp8_are_held(work):
+    report, worst = run(work)
+    assert_pass_counts(report, {"hoist_quantize": 1})
+    assert 1e-6 < worst < 0.3
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        over_its_maximum, less_its_maximum, int4, fp8_and_more, fp8_of_a_bend,
+        fp8_scaled_by_another, scale_in_fp8,
+    ],
+)  # fmt: skip
+def test_other_maxima_are_not(work):
+    report, worst = run(work)
+    assert worst < 1e-12
+    assert_pass_counts(report, {"hoist_quantize": 0})
+    assert_refused(report, "hoist_quantize", "more than the scale of FP8 casts")
