@@ -11,6 +11,7 @@ with a maximum (a normalisation, a grid of integers) would come out otherwise.
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -38,12 +39,12 @@ def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | N
     scaled: set[fx.Node] = set()  # data by such a value, on its way to a cast
     casts: set[fx.Node] = set()
     wide: set[fx.Node] = set()  # FP8 values, widened or not
-    node = maximum
-    while (node := node.next).op != "root":
-        reads = set(node.all_input_nodes)
-        if not reads & (alone | scaled | wide):
-            continue
-        t = node.target
+    # Readers of those, in the graph's order. Not all nodes: a deep model has hundreds of maxima.
+    queue, seen = [*maximum.users], {*maximum.users}
+    heapq.heapify(queue)
+    while queue:
+        node = heapq.heappop(queue)
+        reads, t = set(node.all_input_nodes), node.target
         if reads & wide:
             if reads & scaled:
                 return node
@@ -68,6 +69,11 @@ def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | N
             scaled.add(node)
         else:
             return node
+        if node in alone or node in scaled or node in wide:
+            for u in node.users:
+                if u not in seen:
+                    seen.add(u)
+                    heapq.heappush(queue, u)
     return None if casts else next(iter(maximum.users), maximum)
 
 
