@@ -11,7 +11,8 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 def rows(name: str) -> list[dict[str, Any]]:
     path = ROOT / "bench" / "results" / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [{"world": 1, **json.loads(line)} for line in lines]  # old lines do not say it
 
 
 def latest(lines: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
@@ -35,6 +36,8 @@ def steps() -> list[str]:
         reset = s["rtc"].get("reset_ratio") or s["rtc"]["reset_over_median"]
         work = r["work"][0]
         what = r["preset"] + (", calibrated" if r["config"]["quantize"] == "calibrated" else "")
+        if r["config"].get("options", {}).get("fuse_all_reduce_norm"):
+            what += ", norms by rows"
         out.append(
             f"| {what}; {_count(r)}{r['machine']}; {r['torch']} | {' | '.join(ms)} | "
             f"{r['speedup_over_stock']:.2f}x | {f'{reset:.2f}x' if reset else '-'} | "
