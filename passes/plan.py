@@ -396,8 +396,16 @@ def _peel(fn: Fn) -> Fn:
             child = child.children[0]
         if _features(f) > _features(child):
             return fn  # repeats heads: the copy would come back at every read
+        if _joins_parts(f, child):
+            return f  # pairs of features stay side by side: one axis, that a query contracts with
         f = child
     return f
+
+
+def _joins_parts(f: Fn, child: Fn) -> bool:
+    """Whether ``f`` makes real features of the parts of complex ones."""
+    parts = f.kind == "op" and child.kind == "op" and child.target is aten.view_as_real.default
+    return parts and f.target is aten.reshape.default and f.shape[-1] == 2 * child.shape[-2]
 
 
 def _features(f: Fn) -> int:

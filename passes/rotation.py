@@ -381,10 +381,19 @@ def _inner(at: Fn) -> Fn | None:
             if at.raw_outside(f):
                 continue
         if not any(o.role == "table" for o in f.operands()) and not at.raw_outside(f):
-            return f
+            return _real_parts(f)
         if f.kind != "item":
             queue.extend(f.children)
     return None
+
+
+def _real_parts(f: Fn) -> Fn:
+    """What complex features are made of: a rotation is measured on real ones."""
+    while f.dtype.is_complex and f.kind == "op" and len(f.children) == 1:
+        if f.target not in (*_CASTS, *LAYOUT, aten.view_as_complex.default):
+            break
+        f = f.children[0]
+    return f
 
 
 def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:

@@ -124,9 +124,28 @@ def test_work_that_samples_would_not_show(of):
     assert compiled.report().to_dict()["runtime"]["folds"] == 0
 
 
+def polar(ang):
+    return torch.polar(torch.ones_like(ang), ang)
+
+
+def by_complex_product(x, ang):
+    """As Wan and Llama spell it."""
+    z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(z * polar(ang)).flatten(-2)
+
+
+def by_complex_product_beside_heads(x, ang):
+    """Heads behind tokens meanwhile."""
+    x = x.transpose(1, 2)
+    z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    turned = torch.view_as_real(z * polar(ang)[:, None]).flatten(3)
+    return turned.type_as(x).transpose(1, 2)
+
+
 @pytest.mark.parametrize("numbers", [False, True], ids=["buffer", "numbers"])
-def test_the_usual_turn_folds(numbers):
-    eager, _, compiled = pair(model(usual, numbers=numbers))
+@pytest.mark.parametrize("of", [usual, by_complex_product, by_complex_product_beside_heads])
+def test_the_usual_turns_fold(of, numbers):
+    eager, _, compiled = pair(model(of, numbers=numbers))
     chain(eager, compiled, range(40))
     assert compiled.report().to_dict()["runtime"]["folds"] > 0
 
