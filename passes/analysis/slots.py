@@ -310,7 +310,9 @@ class LocalAnalysis:
         """Classify an outside tensor or symbolic number that enters slot-local work."""
         val = meta(node)
         deps = self.host.deps[node]
-        scale = self.calibrated and self._from_scale(node)
+        scale = self.calibrated and not self.host.on_host(node) and self._from_scale(node)
+        if scale and Deps.INT in deps:
+            raise NotLocal("a calibrated scale that changes from call to call")
         if scale:
             deps = Deps.CONST
         elif Deps.DATA in deps:

@@ -77,25 +77,44 @@ class Model(nn.Module):
         self.register_buffer("k", torch.zeros(1, 2, 12, 8, dtype=DOUBLE))
         self.register_buffer("v", torch.zeros(1, 2, 12, 8, dtype=DOUBLE))
 
-    def forward(self, x):
+    def forward(self, x, step):
         n = x.shape[1]
         q, k, v = self.qkv(x).view(1, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
         self.k.copy_(torch.cat([self.k[:, :, n:], k], 2))
         self.v.copy_(torch.cat([self.v[:, :, n:], v], 2))
-        return F.scaled_dot_product_attention(q, self.work(self.k), self.v)
+        return F.scaled_dot_product_attention(q, self.keys(step), self.v)
+
+    def keys(self, step):
+        return self.work(self.k)
 
 
-def run(work):
+class Dimmed(Model):
+    """Keys are scaled by something that changes from call to call."""
+
+    def keys(self, step):
+        return super().keys(step) * (1 + 0.3 * torch.sin((torch.arange(1) + step).double()))
+
+
+class TurnedLater(Model):
+    """Cast first, turned by their positions afterwards."""
+
+    def keys(self, step):
+        ang = (torch.arange(12) + 3 * step).double()[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.02])
+        a, b = super().keys(step).chunk(2, -1)
+        return torch.cat([a * ang.cos() - b * ang.sin(), b * ang.cos() + a * ang.sin()], -1)
+
+
+def run(work, model=Model):
     torch.manual_seed(0)
-    eager = Model(work)
+    eager = model(work)
     options = rtc.Options(quantize="calibrated", lowering="eager", warn=False)
     compiled = rtc.compile(copy.deepcopy(eager), options=options)
     worst = 0.0
     with torch.no_grad():
         for step in range(14):
             x = torch.randn(1, 3, 8, dtype=DOUBLE) * (1 + 0.5 * (step == 9))
-            y = eager(x)
-            worst = max(worst, ((compiled(x) - y).abs().max() / y.abs().max()).item())
+            y = eager(x, step)
+            worst = max(worst, ((compiled(x, step) - y).abs().max() / y.abs().max()).item())
     return compiled.report(), worst
 
 
@@ -118,3 +137,14 @@ def test_other_maxima_are_not(work):
     assert worst < 1e-12
     assert_pass_counts(report, {"hoist_quantize": 0})
     assert_refused(report, "hoist_quantize", "more than the scale of FP8 casts")
+
+
+def test_what_changes_from_call_to_call_is_no_scale():
+    _, worst = run(fp8_by_inverse, Dimmed)
+    assert worst < 1e-12  # that scale is a power of two: to hold a larger one changes nothing
+
+
+def test_position_work_behind_the_cast():
+    report, worst = run(fp8_by_inverse, TurnedLater)
+    assert worst < 1e-12
+    assert_pass_counts(report, {"hoist_quantize": 1, "hoist_rope": 1, "ring_cache": 2})
