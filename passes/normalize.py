@@ -1,6 +1,7 @@
 """Put a functional graph into the form that the analysis reads: same meaning, fewer spellings.
 
 * ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
+* ``select_scatter(x, copy(select(x, i), new), i)`` needs no look at the old frame.
 * A conjugate that is put off (``_conj``, resolved by a copy somewhere) is taken at once.
 * A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
   ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
@@ -37,6 +38,7 @@ def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     """Normalise ``gm`` in place; the inputs, with parts of stacked caches appended."""
     _fills(gm)
     _conjugates(gm)
+    _stores(gm)
     out = list(inputs)
     for info in inputs:
         if not info.is_int and (info.mutated or not info.parameter):
@@ -70,6 +72,23 @@ def _conjugates(gm: fx.GraphModule) -> None:
         if node.target is aten._conj.default:
             node.target = aten.conj_physical.default
             node.meta = {**node.meta, "val": aten.conj_physical.default(node.args[0].meta["val"])}
+
+
+def _stores(gm: fx.GraphModule) -> None:
+    """``cache[:, i] = k``: what is stored, without a look at what was there."""
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.copy.default or len(node.args) < 2:
+            continue
+        there, src = node.args[:2]
+        if there.target is not aten.select.int or not isinstance(src, fx.Node):
+            continue
+        old, new = there.meta["val"], src.meta["val"]
+        same = old.dtype == new.dtype and old.shape == new.shape and old.device == new.device
+        if same and all(u.target is aten.select_scatter.default for u in node.users):
+            node.replace_all_uses_with(src)
+            gm.graph.erase_node(node)
+            if not there.users:
+                gm.graph.erase_node(there)
 
 
 class _GiveUp(Exception):

@@ -222,19 +222,27 @@ def different():
 
 def test_the_word_that_all_is_replicated_is_held_against_the_values():
     for said in run_ranks(different, 2):
-        assert "differs between ranks: compile without" in said
+        assert "differs between ranks: give every rank the same" in said
 
 
 def compared():
-    """Whether a difference between ranks is told: of a rounding, of a value, of a row not there."""
+    """Whether a difference between ranks is told: of a rounding, as behind an FP8 linear, of a
+    row, of an infinite value, of a row that is not there although all should have it, or not."""
     rank, said = dist.get_rank(), []
-    for far, there in ((2.0**-8, True), (0.5, True), (0.0, False)):
+    cases = [
+        (2.0**-8, True, True), (0.03, True, True), (0.5, True, True), (torch.inf, True, True),
+        (0.0, False, True), (0.0, False, False),
+    ]  # fmt: skip
+    for far, there, compare in cases:
         g = torch.Generator().manual_seed(0)
         x, vector = torch.randn(4, DIM, generator=g), torch.randn(DIM, generator=g)
-        x[2] *= 1 + far * rank
+        if far == torch.inf:
+            x[2, 3] = far if rank else 1.0
+        else:
+            x[2] *= 1 + far * rank
         if not there:
             x[rank] = float("nan")
-        norm = Norm(x, None, vector, None, vector, vector, "rms", 1e-5, 1e-4, False)
+        norm = Norm(x, None, vector, None, vector, vector, "rms", 1e-5, 1e-4, False, compare)
         try:
             _compare(norm, 2, dist.group.WORLD)
             said.append(False)
@@ -244,7 +252,7 @@ def compared():
 
 
 def test_what_is_compared():
-    assert run_ranks(compared, 2) == [[False, True, False]] * 2
+    assert run_ranks(compared, 2) == [[False, False, True, True, True, False]] * 2
 
 
 @pytest.mark.parametrize("world", [2, 3])

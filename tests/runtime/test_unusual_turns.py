@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rtc.passes.analysis.tables import changed
 from rtc.passes.drift import apart
 from rtc.passes.rotation import BENT
+from rtc.testing import assert_pass_counts
 
 from .models import Attention, chain, pair, zeros
 
@@ -230,3 +231,35 @@ def test_a_buffer_that_ends_within_the_look_ahead():
     for step in range(0, 14, 2):
         x = torch.randn(1, 2, 6).double()
         torch.testing.assert_close(compiled(x, step), eager(x, step), rtol=1e-12, atol=1e-12)
+
+
+class Frames(Turned):
+    """A cache of frames, each stored whole by its number: ``cache[:, i] = k``."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.v = (torch.zeros(1, 5, 4, 2, 8).double() for _ in "kv")
+
+    def forward(self, x, step):
+        q, k, v = self.qkv(x).view(1, 4, 3, 2, 8).unbind(2)
+        i = step % 5
+        self.k[:, i], self.v[:, i] = k, v
+        frames = step - (step - torch.arange(5)) % 5
+        freq = torch.tensor([1.0, 0.31, 0.1, 0.017]).double()
+        pos = (frames[:, None] * 4 + torch.arange(4)).flatten()
+        keys, values = (c.flatten(1, 2).transpose(1, 2) for c in (self.k, self.v))
+        q = usual(q.transpose(1, 2), angles(torch.arange(4) + 4 * step, freq))
+        y = F.scaled_dot_product_attention(q, usual(keys, angles(pos, freq)), values)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_frames_that_are_stored_by_their_number():
+    eager, twin, compiled = pair(Frames)
+    for step in range(30):
+        x = torch.randn(1, 4, 6).double()
+        torch.testing.assert_close(compiled(x, step), eager(x, step), rtol=1e-12, atol=1e-12)
+        if step % 7 == 3:
+            torch.testing.assert_close(twin.k, eager.k)
+            torch.testing.assert_close(twin.v, eager.v)
+    graphs = 5  # a graph for each number: what is stored where is known when compiling
+    assert_pass_counts(compiled, {"hoist_rope": graphs, "ring_cache": 2 * graphs})
