@@ -214,7 +214,7 @@ def find(view: View) -> Rotation | None:
     tables = at.operands()
     if (
         inner is None
-        or not _rational(at, inner)
+        or not _linear(at, inner)
         or _rounds(at, inner, *_precision(view.fn))
         or any(
             o.role != "table" or (not o.dtype.is_floating_point and not o.dtype.is_complex)
@@ -330,8 +330,8 @@ def _rounds(at: Fn, inner: Fn, raw: torch.dtype, consent: bool) -> bool:
     return False
 
 
-def _rational(at: Fn, inner: Fn) -> bool:
-    """Whether samples tell all of what is above ``inner``: no clamp is beyond them."""
+def _linear(at: Fn, inner: Fn) -> bool:
+    """Whether every op above ``inner`` is linear in it: samples alone show no clamp beyond them."""
     queue = [at]
     while queue:
         f = queue.pop()
@@ -340,8 +340,15 @@ def _rational(at: Fn, inner: Fn) -> bool:
         cast = f.target in _CASTS and (f.dtype.is_floating_point or f.dtype.is_complex)
         if f.kind == "op" and not (cast or f.target in LAYOUT or kinks.rational(f.target)):
             return False
+        if f.kind == "op" and not kinks.linear(f.target, [_has(a, inner) for a in f.args]):
+            return False
         queue.extend(f.children)
     return True
+
+
+def _has(arg: Any, inner: Fn) -> bool:
+    parts = arg if isinstance(arg, (list, tuple)) else [arg]
+    return any(isinstance(a, Fn) and a.contains(inner) for a in parts)
 
 
 def _commutes(f: Fn, raw: torch.dtype, consent: bool) -> bool:
@@ -362,9 +369,21 @@ def _commutes(f: Fn, raw: torch.dtype, consent: bool) -> bool:
         if isinstance(by, Operand):
             return by.role == "const" and (not by.shape or by.shape[-1] == 1)
         return isinstance(by, (int, float))
-    if f.target is aten.clamp.default:
-        # part of a quantization
-        return consent and all(isinstance(a, (int, float)) for a in f.args[1:] if a is not None)
+    return f.target is aten.clamp.default and consent and _keeps_in_range(f)
+
+
+def _keeps_in_range(f: Fn) -> bool:
+    """Whether a clamp only keeps what a calibrated scale was divided out of within FP8's range."""
+    while f.kind == "op":
+        if f.target is aten.clamp.default:
+            low, high = (*f.args[1:3], None, None)[:2]
+            if not all(isinstance(x, (int, float)) and abs(x) >= 448 for x in (low, high)):
+                return False
+        elif f.target in _FACTORS and any(o.key[0] == "calibrated" for o in f.operands_here()):
+            return True
+        elif f.target not in _CASTS and f.target not in LAYOUT:
+            return False
+        f = f.children[0]
     return False
 
 

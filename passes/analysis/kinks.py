@@ -8,6 +8,7 @@ everywhere. A clamp, a threshold or a ``where`` beyond all samples would not be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,12 +30,23 @@ _MOVES = {
 
 
 def _name(target: Any) -> str:
-    return target._opname if isinstance(target, torch._ops.OpOverload) else target.__name__
+    if not isinstance(target, torch._ops.OpOverload):
+        return str(target.__name__)
+    # div(rounding_mode=..) is a floor
+    return target._opname if "mode" not in target._overloadname else f"{target}"
 
 
 def rational(target: Any) -> bool:
     """Whether it computes sums, products and quotients of its inputs, or moves them about."""
     return _name(target) in _RATIONAL | _MOVES
+
+
+def linear(target: Any, inside: Sequence[bool]) -> bool:
+    """Whether a rational op is linear in its arguments ``inside``, which depend on a value."""
+    name = _name(target)
+    if name in ("mul", "div"):
+        return sum(inside) <= 1 and not (name == "div" and any(inside[1:]))
+    return not any(inside) or name not in ("reciprocal", "square", "addcmul", "addcdiv")
 
 
 def algebraic(target: Any, args: Any = ()) -> bool:
@@ -50,4 +62,4 @@ def exponential(target: Any) -> bool:
     return rational(target) or _name(target) in _EXPONENTIALS
 
 
-__all__ = ["algebraic", "exponential", "rational"]
+__all__ = ["algebraic", "exponential", "linear", "rational"]

@@ -401,7 +401,12 @@ def _measured(node: fx.Node, leaf: fx.Node) -> tuple[str, float] | None:
                 continue
             x = sample - sample.mean(-1, keepdim=True) if norm == "layer" else sample
             want = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-            if torch.allclose(found, want, rtol=1e-9, atol=1e-9):
+            large = _evaluate(node, leaf, sample * 1e10)  # where higher powers would show
+            assert large is not None
+            same = torch.allclose(found, want, rtol=1e-9, atol=1e-9)
+            if same and torch.allclose(
+                large, x * (x.square().mean(-1, keepdim=True) + eps / 1e20).rsqrt()
+            ):
                 return norm, eps
     return None
 

@@ -2,22 +2,28 @@
 
 Consent to calibrated scales (``Options(quantize="calibrated")``) is consent to hold such scales: a
 floating-point format loses no precision by a scale somewhat too large. Whatever else a model does
-with a maximum (a normalisation, a grid of integers) would come out otherwise.
+with a maximum (a normalisation, a grid of integers, a clip) would come out otherwise.
 
-    s = f(maximum)                       any pointwise work
-    q = to_f8(clamp(k / s))              k / s, k * (1 / s), casts and layout in between
-    w = wide(q) * s                      the same values again, or an op that reads q and s
+    s = f(maximum of |k|)                any pointwise work
+    q = to_f8(clamp(k / s))              k / s or k * (1 / s); bounds that only keep it in range
+    w = wide(q) * s                      the only reader of q, through casts, layout and numbers
+
+What is cast must be what the maximum is of, its largest value must become a normal number of the
+format, and the way back must undo the way there: both are tried out on a few maxima.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis.fn import LAYOUT, PICKS
 from rtc.passes.analysis.fp8 import CASTS, SAME
@@ -25,65 +31,174 @@ from rtc.passes.analysis.fp8 import CASTS, SAME
 aten = torch.ops.aten
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FACTORS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-_BOUNDS = (
-    aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default,
-    aten.minimum.default, aten.maximum.default,
-)  # fmt: skip
+_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MUL = (aten.mul.Tensor, aten.mul.Scalar)
+_DIV = (aten.div.Tensor, aten.div.Scalar)
 _MOVES = {*LAYOUT, *PICKS, *SAME, operator.getitem}
+_SAMPLES = (1e-2, 1.0, 2.0, 1e3)
+_LEAST = 0.25  # of the largest code: below, FP8 has few bits left
+
+
+class _Other(Exception):
+    """The node uses the maximum otherwise."""
+
+
+@dataclass
+class _Flow:
+    """Values on their way, and by what they were multiplied so far at each sample maximum."""
+
+    maximum: fx.Node
+    pointwise: Callable[[Any], bool]
+    alone: dict[fx.Node, list[float]] = field(default_factory=dict)
+    scaled: dict[fx.Node, list[float]] = field(default_factory=dict)
+    bounds: dict[fx.Node, float] = field(default_factory=dict)  # tightest of a scaled value
+    codes: dict[fx.Node, list[float]] = field(default_factory=dict)  # FP8, widened or not
+    back: bool = False
+
+    def step(self, node: fx.Node) -> None:
+        """Raises _Other."""
+        reads = set(node.all_input_nodes)
+        if reads & self.codes.keys():
+            self._code(node)
+        elif reads & self.scaled.keys():
+            self._scaled(node)
+        elif all(a in self.alone or _number(a) for a in reads):
+            self._alone(node)
+        else:
+            self._divide(node)
+
+    def _alone(self, node: fx.Node) -> None:
+        if node.target in _MOVES:
+            self.alone[node] = self.alone[node.args[0]]  # type: ignore[index]
+            return
+        val = node.meta.get("val")
+        if not self.pointwise(node.target) or not isinstance(val, torch.Tensor):
+            raise _Other
+        if val.dtype not in _WIDE:
+            raise _Other
+        if node.target in CASTS:
+            self.alone[node] = self.alone[node.args[0]]  # type: ignore[index]
+            return
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                self.alone[node] = [self._value(node, i) for i in range(len(_SAMPLES))]
+        except (TypeError, RuntimeError, ValueError) as e:
+            raise _Other from e
+
+    def _value(self, node: fx.Node, i: int) -> float:
+        def at(a: fx.Node) -> torch.Tensor:
+            value = self.alone[a][i] if a in self.alone else _constant(a)
+            return torch.tensor(value, dtype=torch.float64)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), at)
+        drop = ("dtype", "device", "layout", "pin_memory")
+        out = node.target(*args, **{k: v for k, v in kwargs.items() if k not in drop})  # type: ignore[operator]
+        return float(out)
+
+    def _divide(self, node: fx.Node) -> None:
+        """k / s or k * (1 / s)."""
+        a, b = (*node.args[:2], None, None)[:2]
+        if node.target in _MUL and a in self.alone:
+            a, b = b, a
+        if node.target not in (*_MUL, *_DIV) or b not in self.alone or a in self.alone:
+            raise _Other
+        if not isinstance(a, fx.Node) or _bare(a) is not _bare(self.maximum.args[0]):
+            raise _Other
+        values = self.alone[b]  # type: ignore[index]
+        self.scaled[node] = [v if node.target in _MUL else 1 / v for v in values]
+        self.bounds[node] = math.inf
+
+    def _scaled(self, node: fx.Node) -> None:
+        below, t, val = node.args[0], node.target, node.meta.get("val")
+        if below not in self.scaled or len(set(node.all_input_nodes)) != 1:
+            raise _Other
+        by, bound = self.scaled[below], self.bounds[below]  # type: ignore[index]
+        if t in CASTS and isinstance(val, torch.Tensor) and val.dtype in _FP8:
+            largest = [abs(v * m) for v, m in zip(by, _SAMPLES, strict=True)]
+            top = torch.finfo(val.dtype).max
+            if bound < top or not all(_LEAST <= x <= top * 1.001 for x in largest):
+                raise _Other
+            self.codes[node] = by
+            return
+        if t in (*_MUL, *_DIV) and isinstance(node.args[1], (int, float)):
+            f = float(node.args[1])
+            by = [v * f if t in _MUL else v / f for v in by]
+            bound = bound * abs(f) if t in _MUL else bound / abs(f)
+        elif t is aten.clamp.default:
+            low, high = (*node.args[1:3], None, None)[:2]
+            low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+            if not all(x is None or isinstance(x, (int, float)) for x in (low, high)):
+                raise _Other
+            ends = [-low if low is not None else math.inf, high if high is not None else math.inf]  # type: ignore[operator]
+            bound = min(bound, *(float(x) for x in ends))
+        elif not (t in _MOVES or (t in CASTS and val is not None and val.dtype in _WIDE)):
+            raise _Other
+        self.scaled[node], self.bounds[node] = by, bound
+
+    def _code(self, node: fx.Node) -> None:
+        a, b = (*node.args[:2], None, None)[:2]
+        t, val = node.target, node.meta.get("val")
+        if t in _MUL and b in self.codes:
+            a, b = b, a
+        if a not in self.codes or b in self.codes:
+            raise _Other
+        by = self.codes[a]  # type: ignore[index]
+        if t in (*_MUL, *_DIV) and b in self.alone:
+            up = self.alone[b]  # type: ignore[index]
+            whole = [v * u if t in _MUL else v / u for v, u in zip(by, up, strict=True)]
+            if not all(math.isclose(w, whole[0], rel_tol=1e-4) for w in whole):
+                raise _Other
+            self.back = True
+        elif t in (*_MUL, *_DIV) and isinstance(b, (int, float)):
+            self.codes[node] = [v * b if t in _MUL else v / b for v in by]
+        elif len(set(node.all_input_nodes)) == 1 and (
+            t in _MOVES or (t in CASTS and isinstance(val, torch.Tensor) and val.dtype in _WIDE)
+        ):
+            self.codes[node] = by
+        else:
+            raise _Other
 
 
 def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | None:
     """A node that uses ``maximum`` otherwise, None where there is none."""
-    alone = {maximum}  # what follows from the maximum and from numbers
-    scaled: set[fx.Node] = set()  # data by such a value, on its way to a cast
-    casts: set[fx.Node] = set()
-    wide: set[fx.Node] = set()  # FP8 values, widened or not
-    # Readers of those, in the graph's order. Not all nodes: a deep model has hundreds of maxima.
+    flow = _Flow(maximum, pointwise, {maximum: list(_SAMPLES)})
+    # In the graph's order, and only what reads it: a deep model has hundreds of maxima.
     queue, seen = [*maximum.users], {*maximum.users}
     heapq.heapify(queue)
     while queue:
         node = heapq.heappop(queue)
-        reads, t = set(node.all_input_nodes), node.target
-        if reads & wide:
-            if reads & scaled:
-                return node
-            if reads & alone:  # to its old size, or an op that does that itself
-                if pointwise(t) and t not in _FACTORS:
-                    return node
-            elif t in {*CASTS, *_MOVES, *_FACTORS}:
-                wide.add(node)
-        elif reads & scaled:
-            if _is_cast(node):
-                casts.add(node)
-                wide.add(node)
-            elif t in {*_FACTORS, *_BOUNDS, *CASTS, *_MOVES}:
-                scaled.add(node)
-            else:
-                return node
-        elif all(a in alone or _number(a) for a in reads):
-            if not (pointwise(t) or t in _MOVES) or _is_cast(node):
-                return node
-            alone.add(node)
-        elif t in {*_FACTORS, *_BOUNDS}:
-            scaled.add(node)
-        else:
+        try:
+            flow.step(node)
+        except _Other:
             return node
-        if node in alone or node in scaled or node in wide:
+        if node in flow.alone or node in flow.scaled or node in flow.codes:
             for u in node.users:
                 if u not in seen:
                     seen.add(u)
                     heapq.heappush(queue, u)
-    return None if casts else next(iter(maximum.users), maximum)
+    return None if flow.back else next(iter(maximum.users), maximum)
+
+
+def _bare(n: Any) -> Any:
+    """Below what leaves magnitudes as they are."""
+    while isinstance(n, fx.Node) and n.op == "call_function":
+        wide = n.target in CASTS and n.meta["val"].dtype in _WIDE
+        if not (wide or n.target in (aten.abs.default, *LAYOUT, *SAME)):
+            break
+        n = n.args[0]
+    return n
 
 
 def _number(n: fx.Node) -> bool:
     return n.op == "get_attr" or (n.op == "call_function" and not n.all_input_nodes)
 
 
-def _is_cast(n: fx.Node) -> bool:
-    val = n.meta.get("val")
-    return n.target in CASTS and isinstance(val, torch.Tensor) and val.dtype in _FP8
+def _constant(n: fx.Node) -> float:
+    if n.op == "get_attr":
+        return float(getattr(n.graph.owning_module, str(n.target)))
+    if n.target in (aten.full.default, aten.scalar_tensor.default):
+        return float(n.args[1 if n.target is aten.full.default else 0])  # type: ignore[arg-type]
+    raise TypeError(n)
 
 
 __all__ = ["other_use"]

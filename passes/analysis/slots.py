@@ -311,8 +311,6 @@ class LocalAnalysis:
         val = meta(node)
         deps = self.host.deps[node]
         scale = self.calibrated and not self.host.on_host(node) and self._from_scale(node)
-        if scale and Deps.INT in deps:
-            raise NotLocal("a calibrated scale that changes from call to call")
         if scale:
             deps = Deps.CONST
         elif Deps.DATA in deps:
@@ -343,9 +341,12 @@ class LocalAnalysis:
         return Operand(role, entry, axes if varies else None, shape, val.dtype, key)
 
     def _from_scale(self, node: fx.Node) -> bool:
-        """Whether device data enters ``node`` through calibrated maxima alone."""
-        if node in self.calibrated or self.host.on_host(node):
+        """Whether device data enters ``node`` through calibrated maxima alone, and nothing that
+        changes from call to call beside them."""
+        if node in self.calibrated:
             return True
+        if self.host.on_host(node):
+            return Deps.INT not in self.host.deps[node]
         if node.op != "call_function" or not (is_pointwise(node.target) or node.target in LAYOUT):
             return False
         return all(self._from_scale(a) for a in node.all_input_nodes)

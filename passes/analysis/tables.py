@@ -202,7 +202,7 @@ class ClassTables:
             parts = []
             for at, size, dtype in layout:
                 if size:
-                    part = np.ascontiguousarray(keys[:, at : at + size])
+                    part = keys[:, at : at + size].copy()
                     parts.append(torch.from_numpy(part).view(dtype))
                 else:
                     parts.append(torch.empty((len(keys), 0), dtype=dtype))

@@ -69,6 +69,52 @@ def scale_in_fp8(k):
     return (k / s).to(F8).to(DOUBLE) * s
 
 
+def codes(k, s):
+    return (k / s).clamp(-448, 448).to(F8).to(DOUBLE)
+
+
+def scale_of(k):
+    return top(k) / 448 + 1e-9
+
+
+def never_back(k):
+    return codes(k, scale_of(k)) / 100
+
+
+def another_power_back(k):
+    return codes(k, scale_of(k)) * scale_of(k).sqrt()
+
+
+def codes_enter_otherwise(k):
+    q, s = codes(k, scale_of(k)), scale_of(k)
+    return q * s + (q.abs() > 200) * 1.0
+
+
+def clipped(k):
+    s = scale_of(k)
+    return (k / s).clamp(-100, 100).to(F8).to(DOUBLE) * s
+
+
+def a_quarter_clipped(k):
+    s = scale_of(k) / 4
+    return codes(k, s) * s
+
+
+def integers(k):
+    s = top(k) / 7 + 1e-9
+    return (k / s).to(torch.int8).to(F8).to(DOUBLE) * s
+
+
+def subnormal(k):
+    s = top(k) / 0.01 + 1e-9
+    return codes(k, s) * s
+
+
+def of_something_else(k):
+    s = scale_of(k.flip(-1) * 0.25)
+    return codes(k, s) * s
+
+
 class Model(nn.Module):
     def __init__(self, work):
         super().__init__()
@@ -129,7 +175,8 @@ def test_scales_of_fp8_are_held(work):
     "work",
     [
         over_its_maximum, less_its_maximum, int4, fp8_and_more, fp8_of_a_bend,
-        fp8_scaled_by_another, scale_in_fp8,
+        fp8_scaled_by_another, scale_in_fp8, never_back, another_power_back,
+        codes_enter_otherwise, clipped, a_quarter_clipped, integers, subnormal, of_something_else,
     ],
 )  # fmt: skip
 def test_other_maxima_are_not(work):
@@ -148,3 +195,19 @@ def test_position_work_behind_the_cast():
     report, worst = run(fp8_by_inverse, TurnedLater)
     assert worst < 1e-12
     assert_pass_counts(report, {"hoist_quantize": 1, "hoist_rope": 1, "ring_cache": 2})
+
+
+class ClampedFirst(TurnedLater):
+    """The model's own clamp between the turn and the cast: no part of the quantization."""
+
+    def keys(self, step):
+        work, self.work = self.work, lambda k: k
+        turned = super().keys(step % 3)
+        self.work = work
+        return work(turned.clamp(-0.3, 0.3))
+
+
+def test_a_clamp_of_the_model_s_own_is_not_folded_through():
+    report, worst = run(fp8_by_inverse, ClampedFirst)
+    assert worst < 1e-5
+    assert report.to_dict()["runtime"]["folds"] == 0

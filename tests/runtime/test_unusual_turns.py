@@ -70,6 +70,18 @@ def where(x, ang):
     return torch.where(y.abs() > 20, y * 0.5, y)
 
 
+def whole_part_off(x, ang):
+    """fmod, by a division that rounds."""
+    y = usual(x, ang)
+    return y - 20 * torch.div(y, 20.0, rounding_mode="trunc")
+
+
+def bent_far_out(x, ang):
+    """Rational, and as good as linear on samples."""
+    y = usual(x, ang)
+    return y / (1 + 1e-12 * y.pow(4))
+
+
 def soft_cap(x, ang):
     return 1e3 * torch.tanh(usual(x, ang) / 1e3)
 
@@ -118,7 +130,7 @@ def test_pairs_that_do_not_turn_as_one(of, numbers):
     assert compiled.report().to_dict()["runtime"]["folds"] == 0
 
 
-@pytest.mark.parametrize("of", [clamped, hardtanh, where, soft_cap])
+@pytest.mark.parametrize("of", [clamped, hardtanh, where, soft_cap, whole_part_off, bent_far_out])
 def test_work_that_samples_would_not_show(of):
     eager, _, compiled = pair(model(of, large=40.0))
     chain(eager, compiled, range(30))
@@ -263,3 +275,29 @@ def test_frames_that_are_stored_by_their_number():
             torch.testing.assert_close(twin.v, eager.v)
     graphs = 5  # a graph for each number: what is stored where is known when compiling
     assert_pass_counts(compiled, {"hoist_rope": graphs, "ring_cache": 2 * graphs})
+
+
+class OneSinkToken(Turned):
+    """One kept slot is computed again, of tables of two widths: marks, and whole positions."""
+
+    def turned(self, x, pos, mark):
+        freq = torch.tensor([1.0, 0.31, 0.1]).double()
+        ang = angles(pos, freq)
+        a, b, rest = x.split([3, 3, 2], -1)
+        turned = a * ang.cos() - b * ang.sin(), b * ang.cos() + a * ang.sin()
+        return torch.cat([*turned, rest * mark[:, None]], -1)
+
+    def forward(self, x, step):
+        q, k, v = self.qkv(x).view(1, 3, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        for cache, new in ((self.k, k), (self.v, v)):
+            cache.copy_(torch.cat([cache[:, :, :1], cache[:, :, 4:], new], 2))
+        pos = torch.arange(14)
+        mark = torch.where(pos % 2 == 0, 1.0, -1.0).float()
+        q, k = self.turned(q, pos[-3:], mark[-3:]), self.turned(self.k, pos, mark)
+        y = F.scaled_dot_product_attention(q, k, self.v)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_one_slot_alone_is_computed_again():
+    eager, _, compiled = pair(OneSinkToken)
+    chain(eager, compiled, range(20))
