@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtc.passes import entries
 from rtc.passes.analysis.exprs import evaluate
 from rtc.passes.analysis.host import HostProgram
+from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.tables import changed
 from rtc.passes.plan import CachePlan, Cohort, Refusal, View, moves_slots
 from rtc.passes.rotation import Rotation, find, rotated, score_axis
@@ -134,7 +135,11 @@ def _look(
                 for reader in tables.readers:
                     reader.verify(env)
             keys = tables.keys(expr, ids, env, memo)
+        except (Fallback, IndexError):
+            break
         except Exception:  # ints that go another way in truth may lead anywhere
+            if t == 0:
+                raise
             break
         if before is not None:
             at, old = before

@@ -377,7 +377,9 @@ def _keeps_in_range(f: Fn) -> bool:
     while f.kind == "op":
         if f.target is aten.clamp.default:
             low, high = (*f.args[1:3], None, None)[:2]
-            if not all(isinstance(x, (int, float)) and abs(x) >= 448 for x in (low, high)):
+            if not all(isinstance(x, (int, float)) for x in (low, high)):
+                return False
+            if low > -448 or high < 448:
                 return False
         elif f.target in _FACTORS and any(o.key[0] == "calibrated" for o in f.operands_here()):
             return True

@@ -26,12 +26,11 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis.fn import LAYOUT, PICKS
-from rtc.passes.analysis.fp8 import CASTS, SAME
+from rtc.passes.analysis.fp8 import CASTS, SAME, WIDE
 
 aten = torch.ops.aten
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MUL = (aten.mul.Tensor, aten.mul.Scalar)
 _DIV = (aten.div.Tensor, aten.div.Scalar)
 _MOVES = {*LAYOUT, *PICKS, *SAME, operator.getitem}
@@ -74,7 +73,7 @@ class _Flow:
         val = node.meta.get("val")
         if not self.pointwise(node.target) or not isinstance(val, torch.Tensor):
             raise _Other
-        if val.dtype not in _WIDE:
+        if val.dtype not in WIDE:
             raise _Other
         if node.target in CASTS:
             self.alone[node] = self.alone[node.args[0]]  # type: ignore[index]
@@ -109,7 +108,8 @@ class _Flow:
         self.bounds[node] = math.inf
 
     def _scaled(self, node: fx.Node) -> None:
-        below, t, val = node.args[0], node.target, node.meta.get("val")
+        below = node.args[0] if node.args else None
+        t, val = node.target, node.meta.get("val")
         if below not in self.scaled or len(set(node.all_input_nodes)) != 1:
             raise _Other
         by, bound = self.scaled[below], self.bounds[below]  # type: ignore[index]
@@ -131,7 +131,7 @@ class _Flow:
                 raise _Other
             ends = [-low if low is not None else math.inf, high if high is not None else math.inf]  # type: ignore[operator]
             bound = min(bound, *(float(x) for x in ends))
-        elif not (t in _MOVES or (t in CASTS and val is not None and val.dtype in _WIDE)):
+        elif not (t in _MOVES or (t in CASTS and val is not None and val.dtype in WIDE)):
             raise _Other
         self.scaled[node], self.bounds[node] = by, bound
 
@@ -152,7 +152,7 @@ class _Flow:
         elif t in (*_MUL, *_DIV) and isinstance(b, (int, float)):
             self.codes[node] = [v * b if t in _MUL else v / b for v in by]
         elif len(set(node.all_input_nodes)) == 1 and (
-            t in _MOVES or (t in CASTS and isinstance(val, torch.Tensor) and val.dtype in _WIDE)
+            t in _MOVES or (t in CASTS and isinstance(val, torch.Tensor) and val.dtype in WIDE)
         ):
             self.codes[node] = by
         else:
@@ -169,7 +169,7 @@ def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | N
         node = heapq.heappop(queue)
         try:
             flow.step(node)
-        except _Other:
+        except (_Other, ArithmeticError):  # a scale of zero, or none that a float holds
             return node
         if node in flow.alone or node in flow.scaled or node in flow.codes:
             for u in node.users:
@@ -182,7 +182,7 @@ def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | N
 def _bare(n: Any) -> Any:
     """Below what leaves magnitudes as they are."""
     while isinstance(n, fx.Node) and n.op == "call_function":
-        wide = n.target in CASTS and n.meta["val"].dtype in _WIDE
+        wide = n.target in CASTS and n.meta["val"].dtype in WIDE
         if not (wide or n.target in (aten.abs.default, *LAYOUT, *SAME)):
             break
         n = n.args[0]

@@ -211,3 +211,33 @@ def test_a_clamp_of_the_model_s_own_is_not_folded_through():
     report, worst = run(fp8_by_inverse, ClampedFirst)
     assert worst < 1e-5
     assert report.to_dict()["runtime"]["folds"] == 0
+
+
+class ClampedBehindTheScale(TurnedLater):
+    """A clamp behind the division, with bounds beyond FP8's, but both on one side."""
+
+    def keys(self, step):
+        work, self.work = self.work, lambda k: k
+        turned = super().keys(step % 3)
+        self.work = work
+        s = (top(turned) / 448).clamp(min=1e-9).log2().ceil().exp2()
+        return (turned / s).clamp(448, 1000).to(F8).to(DOUBLE) * s
+
+
+def test_bounds_on_one_side_are_no_range():
+    report, worst = run(fp8, ClampedBehindTheScale)
+    assert worst < 1e-12
+    assert report.to_dict()["runtime"]["folds"] == 0
+    assert_refused(report, "hoist_quantize", "more than the scale of FP8 casts")
+
+
+def zero_scale(k):
+    """Of small maxima: in whole steps."""
+    s = (top(k) * 50).floor() / (50 * 448)
+    return codes(k, s) * s
+
+
+def test_a_scale_that_may_be_zero():
+    report, worst = run(zero_scale)
+    assert worst < 1e-12
+    assert_pass_counts(report, {"hoist_quantize": 0})
