@@ -77,6 +77,8 @@ class Rewritten:
     # placeholders for calibrated maxima in the analysed graph, where constants are evaluated
     scales: dict[fx.Node, Extra] = field(default_factory=dict)
     lifted: list[fx.Node] = field(default_factory=list)  # host values that are inputs now
+    # outputs that are ints, by their number: the host works them out, the graph returns None
+    ints: dict[int, fx.Node] = field(default_factory=dict)
 
 
 class Rewriter:
@@ -125,6 +127,12 @@ class Rewriter:
         host = self.plan.host
         if not self.out.extras:
             return  # nothing was rewritten: the graph stays as it is
+        outputs = list(self._output.args[0])  # type: ignore[arg-type]
+        for i, out in enumerate(outputs):
+            known = isinstance(out, fx.Node) and host.on_host(out)
+            if known and isinstance(out.meta["val"], (int, torch.SymInt)):
+                self.out.ints[i], outputs[i] = out, None
+        self._output.args = (tuple(outputs),)
         made: dict[Any, fx.Node] = {}
         live = _live(self.graph)  # what was rewritten is still there, for the host to evaluate
         for node in list(self.graph.nodes):

@@ -29,6 +29,7 @@ from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.host import InputInfo, where
+from rtc.passes.analysis.shapes import hint
 from rtc.passes.analysis.slots import COPIES
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
@@ -40,6 +41,7 @@ from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import Session
 from rtc.runtime.step import Step
+from rtc.settle import Sizes, Watch
 
 aten = torch.ops.aten
 
@@ -54,6 +56,7 @@ class Specialize(Exception):
 
 # A window that fills has a graph for each length; beyond so many, lengths stay symbolic.
 _STATIC_GRAPHS = 16
+_SETTLED = 8  # sets of sizes that have settled; what settles after them stays symbolic
 
 
 @dataclass(repr=False)  # Dynamo's messages print the backend
@@ -71,6 +74,8 @@ class Compiler:
     static: tuple[str, ...] | None = None
     ranks: Ranks = field(default_factory=Ranks)  # the others that run this model's collectives
     called: float | None = None  # when the call began that may compile, by time.perf_counter()
+    settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
+    stale: bool = False  # sizes have settled: the model is to be traced again
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -142,8 +147,11 @@ class Compiler:
         quiet: _Uncollected,
     ) -> Callable[..., Any]:  # fmt: skip
         inputs = _inputs(gm, sources)
-        sample = {i.node: _hint(i.node.meta["val"]) for i in inputs if i.is_int}
+        sample = {i.node: hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
+        watch = self._settle(gm, report)
+        inputs = _inputs(gm, sources)
+        fakes = [i.node.meta["val"] for i in inputs]
         report.ends("passes")
         parties = [] if self.dry else self.ranks.join(gm, self.options)
         if parties:
@@ -187,7 +195,7 @@ class Compiler:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
             run = self._lower(new if fused else plain, list(fakes), report)
             report.ends(self.options.lowering)
-            return _owned(run, inputs, self.session)
+            return _watched(_owned(run, inputs, self.session), watch)
         parts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
         extras = [n.meta["val"] for n in result.rewritten.nodes]
         first = len(fakes) + len(parts)
@@ -234,7 +242,7 @@ class Compiler:
             report.notes += runtime.step.blockers
         runtime._boxed_call = True  # type: ignore[attr-defined]
         exchanges.meet(new)
-        return runtime
+        return _watched(runtime, watch)
 
     def _step_graph(self, inputs: list[InputInfo]) -> bool:
         """Whether steps are to be replayed from a captured graph."""
@@ -271,6 +279,28 @@ class Compiler:
             for name, value in values.items():
                 self.fixed[name] = {value}
             raise Specialize(values)
+
+    def _settle(self, gm: fx.GraphModule, report: GraphReport) -> Watch | None:
+        """Hold sizes that are known to have settled as constants; watch those that may yet."""
+        sizes = Sizes(gm)
+        if self.fixed is None or not sizes:
+            return None
+        if sizes.hints in self.settled:
+            sizes.fix()
+            held = [f"{expr} = {n}" for expr, n in sizes.known.items()]
+            more = [f"{len(held) - 3} more"] if len(held) > 3 else []
+            named = ", ".join([*held[:3], *more])
+            report.notes.append(f"sizes that have settled are constants: {named}")
+            return None
+        sizes.differ_from(self.settled)
+        if self.dry or len(self.settled) >= _SETTLED:
+            return None
+        return Watch(sizes, [n for n in gm.graph.nodes if n.op == "placeholder"], self._settles)
+
+    def _settles(self, sizes: tuple[int, ...]) -> None:
+        if sizes not in self.settled and len(self.settled) < _SETTLED:
+            self.settled.append(sizes)
+            self.stale = True
 
     def _refresher(self, inputs: list[InputInfo]) -> Refresher:
         """On a GPU, coming refreshes are compiled and captured ahead."""
@@ -329,6 +359,18 @@ class Compiler:
         with torch._inductor.config.patch(dict(self.options.inductor)):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
+
+
+def _watched(run: Callable[[list[Any]], Any], watch: Watch | None) -> Callable[[list[Any]], Any]:
+    if watch is None:
+        return run
+
+    def call(args: list[Any]) -> Any:
+        watch.see(args)
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _boxed(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -561,13 +603,6 @@ def _sizes_below(node: fx.Node) -> set[Any]:
         if isinstance(val, torch.Tensor):
             out |= {s for n in val.shape for s in _symbols(n)}
     return out
-
-
-def _hint(val: Any) -> int:
-    if isinstance(val, int):
-        return val
-    hint = getattr(getattr(val, "node", None), "hint", None)
-    return int(hint) if hint is not None else 0
 
 
 __all__ = ["Compiler", "rtc"]

@@ -121,6 +121,8 @@ class Compiled:
             alone = self._compiler.ranks.dog is None
             if session.plain_in_a_row >= _TOO_MANY_PLAIN and alone and not self._demoted:
                 self._demote()
+            elif self._compiler.stale:
+                self._trace_again()
             self._seconds.append(time.perf_counter() - started)
 
     def _demote(self) -> None:
@@ -133,6 +135,11 @@ class Compiled:
         self._session.release_all()
         plain = replace(self._compiler, options=self._options.without_passes(), called=None)
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)
+
+    def _trace_again(self) -> None:
+        """Sizes have settled. To Dynamo, this is another backend: the graphs so far are not its."""
+        self._compiler = replace(self._compiler, stale=False)
+        self._call = torch.compile(self._model, backend=self._compiler, fullgraph=True)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiler = self._compiler

@@ -11,6 +11,7 @@ from torch import fx
 
 from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.movement import SPLITS
+from rtc.passes.analysis.shapes import hint
 from rtc.passes.analysis.slots import is_pointwise
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
     ops. ``copy_elements``: outputs of ops that copy as many elements. ``caches``: the inputs that
     count.
     """
-    reach: dict[fx.Node, int] = {n: n.meta["val"].numel() for n in caches}
+    reach: dict[fx.Node, int] = {n: _elements(n.meta["val"]) for n in caches}
     pointwise = copies = 0
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is aten.copy_.default:
@@ -49,7 +50,7 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
             continue
         if not isinstance(val, torch.Tensor):
             continue
-        n = math.prod(int(s) for s in val.shape)
+        n = _elements(val)
         if t in _MOVES:
             reach[node] = max(sizes)
             if n >= whole:
@@ -61,3 +62,8 @@ def count_work(gm: fx.GraphModule, caches: Sequence[fx.Node]) -> dict[str, int]:
         elif torch.Tag.reduction in getattr(t, "tags", ()) and n <= whole:
             pointwise += max(sizes)
     return {"whole_cache_elements": pointwise, "copy_elements": copies}
+
+
+def _elements(val: torch.Tensor) -> int:
+    """Of the call that was traced: to ask a symbolic size for its value would fix it."""
+    return math.prod(hint(s) for s in val.shape)

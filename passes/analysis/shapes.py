@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class NotLocal(Exception):
@@ -16,10 +17,18 @@ def ints(shape: Sequence[object]) -> tuple[int, ...]:
         if not isinstance(s, int):
             expr = getattr(getattr(s, "node", None), "expr", None)
             if expr is None or not expr.is_number:
-                raise NotLocal(f"size {s} is not static")
+                raise NotLocal(f"size {s} follows from changing ints")
             s = int(expr)
         out.append(int(s))
     return tuple(out)
+
+
+def hint(x: Any) -> int:
+    """The value of a size or an int in the call that was traced; adds no guard. 0: unknown."""
+    if isinstance(x, int):
+        return x
+    value = getattr(getattr(x, "node", None), "hint", None)
+    return int(value) if value is not None else 0
 
 
 def reshape_groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[list[int], list[int]]]:

@@ -77,6 +77,7 @@ class GraphRuntime:
         self.scale_nodes = result.rewritten.scales
         self.scales: dict[int, list[torch.Tensor] | None] = {}  # by cohort, as last taken
         self.lifted = [Lifted(plan.host, n) for n in result.rewritten.lifted]
+        self.ints = result.rewritten.ints
         self.varying = [(i, e) for i, e in enumerate(self.extras) if e.kind not in KEPT]
         self.step: Step | None = None  # replays steps, where that is wanted
         self.alarm: Any = None  # looks, without waiting, whether ranks still meet
@@ -110,7 +111,7 @@ class GraphRuntime:
 
     def _program(self, *, tables: bool = False) -> HostProgram:
         """What the host works out in each call; ``tables``: whole tables too, to check keys."""
-        roots: set[fx.Node] = set()
+        roots = set(self.ints.values())
         for value in self.lifted:
             roots |= value.nodes | ({value.node} if tables else set())
         for c in self.cohorts:
@@ -185,6 +186,8 @@ class GraphRuntime:
             for c, st, prep in states:
                 self._refresh(c, st, prep, args_in)
             out = self._run(args_in, states, (env, memo), ahead)
+            if self.ints:
+                out = [env[self.ints[i]] if i in self.ints else x for i, x in enumerate(out)]
         except BaseException:
             for _, st, _ in states:
                 self._broken(st)

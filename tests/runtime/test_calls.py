@@ -198,7 +198,7 @@ def test_the_usual_shape_is_not_slowed_down_by_the_others():
     chain(eager, compiled, range(10, 30))
     seen = runtime(compiled)
     assert seen["plain_calls"] == before
-    assert seen["imports"] <= imports + 1
+    assert seen["imports"] <= imports + 2  # back from the others; then once its sizes have settled
     assert seen["state_bytes"] > 0
 
 

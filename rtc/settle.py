@@ -1,0 +1,144 @@
+"""Sizes that follow from changing ints, and have stopped changing: a window that is full.
+
+Code that fills a window by numbers (``cache[:, end - n : end] = k``, ``cache[:, max(0, end - w) :
+end]``) has symbolic sizes for ever, though from some call on they are always the same. A graph's
+:class:`Sizes` are watched from call to call; once they stay while the ints go on, the model is
+traced again, and a graph whose sizes are the settled ones holds them as constants, under guards.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._sympy.printers import PythonPrinter
+
+_STAYED = 2  # times in a row that the ints went on and the sizes stayed: they have settled
+_SCOPE = {"math": math, "torch": torch}
+
+
+def _expr(x: Any) -> sympy.Expr | None:
+    """The expression of a symbolic int; None for a number."""
+    if not isinstance(x, torch.SymInt):
+        return None
+    expr: sympy.Expr = x.node.expr
+    return None if expr.is_number else expr
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
+class Sizes:
+    """The symbolic sizes and strides of a graph's tensors, each once, in order of appearance."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        found: dict[sympy.Expr, torch.SymInt] = {}
+        for node in gm.graph.nodes:
+            for t in _tensors(node):
+                for x in (*t.shape, *t.stride()):
+                    expr = _expr(x)
+                    if expr is not None:
+                        found.setdefault(expr, x)
+        self.known: dict[sympy.Expr, int] = {}
+        self.symbolic = list(found.values())
+        # what the trace was made with; None where a size is the data's, not an int's
+        hints = [x.node.hint for x in self.symbolic]
+        self.hints = None if None in hints else tuple(map(int, hints))
+        if self.hints is not None:
+            self.known = dict(zip(found, self.hints, strict=True))
+
+    def __bool__(self) -> bool:
+        return bool(self.known)
+
+    def differ_from(self, others: Sequence[tuple[int, ...]]) -> None:
+        """Guard that a call's sizes are none of ``others``: those have graphs of their own."""
+        assert self.hints is not None
+        for other in others:
+            if len(other) == len(self.hints):
+                for x, mine, its in zip(self.symbolic, self.hints, other, strict=True):
+                    if mine != its:
+                        assert not bool(x == its)
+                        break
+
+    def fix(self) -> None:
+        """Guard that a call's sizes are those of the trace, and hold them as constants."""
+        assert self.hints is not None
+        for x, held in zip(self.symbolic, self.hints, strict=True):
+            assert bool(x == held)
+        for node in list(self.gm.graph.nodes):
+            val = node.meta.get("val")
+            value: int | None = (
+                self.known.get(_expr(val)) if isinstance(val, torch.SymInt) else None
+            )
+            if value is None:
+                node.meta["val"] = tree_map(self._constant, val)
+                node.args = fx.node.map_aggregate(node.args, self._number)
+                node.kwargs = fx.node.map_aggregate(node.kwargs, self._number)
+            elif node.op == "placeholder":
+                for user in list(node.users):
+                    user.replace_input_with(node, value)
+            else:
+                node.replace_all_uses_with(value)
+                self.gm.graph.erase_node(node)
+        self.gm.graph.eliminate_dead_code()
+        self.gm.recompile()
+
+    def _number(self, x: Any) -> Any:
+        return self.known.get(_expr(x), x) if isinstance(x, torch.SymInt) else x
+
+    def _constant(self, x: Any) -> Any:
+        """``x`` with constant sizes. Where in its memory it begins may still change."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not any(isinstance(s, torch.SymInt) for s in (*x.shape, *x.stride())):
+            return x
+        shape, stride = ([int(self._number(s)) for s in y] for y in (x.shape, x.stride()))
+        with x.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+
+
+class Watch:
+    """Looks in every call of a graph whether its sizes have settled, and says so once."""
+
+    def __init__(
+        self, sizes: Sizes, places: Sequence[fx.Node], tell: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        self.tell = tell
+        exprs = [_expr(x) for x in sizes.symbolic]
+        names: dict[sympy.Symbol, int] = {}
+        for i, n in enumerate(places):
+            val = n.meta["val"]
+            if isinstance(_expr(val), sympy.Symbol):
+                names.setdefault(_expr(val), i)
+        wanted = set().union(*(e.free_symbols for e in exprs if e is not None))
+        self.ints: list[int] | None = None
+        if wanted <= names.keys():
+            symbols = sorted(wanted, key=str)
+            self.ints = [names[s] for s in symbols]
+            body = ", ".join(PythonPrinter().doprint(e) for e in exprs)
+            args = ", ".join(map(str, symbols))
+            self.sizes = eval(f"lambda {args}: ({body},)", dict(_SCOPE))
+        self.every = [i for i, n in enumerate(places) if isinstance(n.meta["val"], torch.SymInt)]
+        self.last: tuple[Any, Any] | None = None
+        self.stayed = 0
+
+    def see(self, args: Sequence[Any]) -> None:
+        if self.ints is None:
+            return
+        now = operator.itemgetter(*self.every)(args)
+        if self.last is not None and now == self.last[0]:
+            return  # the same step again
+        sizes = self.sizes(*(args[i] for i in self.ints))
+        same = self.last is not None and sizes == self.last[1]
+        self.last, self.stayed = (now, sizes), self.stayed + 1 if same else 0
+        if self.stayed >= _STAYED:
+            self.ints = None
+            self.tell(sizes)

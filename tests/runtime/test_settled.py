@@ -1,0 +1,259 @@
+"""Windows kept by numbers: their sizes are symbolic for ever, and from some call on the same."""
+
+# mypy: no-check-untyped-defs, allow-untyped-defs
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rtc
+from rtc.settle import Sizes
+
+N, HEADS, WIDTH = 3, 2, 4
+DIM = HEADS * WIDTH
+REPLAY = rtc.Options(lowering="eager", step_graph="simulate", warn=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    gc.collect()
+    yield
+    torch._dynamo.reset()
+
+
+def table(frames):
+    angles = torch.outer(
+        torch.arange(frames, dtype=torch.float64),
+        1 / torch.pow(100.0, torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH),
+    )
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rope(x, freqs):
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs[None, :, None]).flatten(3)
+
+
+def attend(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    """A rolling cache with a sink, kept by two numbers in the caller's dict: new rows go behind the
+    last until the cache is full; then the window moves up. A step may come again (denoising)."""
+
+    def __init__(self, window=4, sink=1):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM).double(), nn.Linear(DIM, DIM).double()
+        self.window, self.sink = window * N, sink * N
+
+    def forward(self, x, freqs, kv, start):
+        n = x.shape[1]
+        q, k, v = self.qkv(x).view(1, n, 3, HEADS, WIDTH).unbind(2)
+        frame = start // N
+        turn = freqs[frame : frame + 1].repeat(n, 1)
+        q, k = rope(q, turn), rope(k, turn)
+        end, size = start + n, kv["k"].shape[1]
+        if end > kv["seen"] and n + kv["last"] > size:
+            gone = n + kv["last"] - size
+            kept = kv["last"] - gone - self.sink
+            for c in (kv["k"], kv["v"]):
+                c[:, self.sink : self.sink + kept] = c[
+                    :, self.sink + gone : self.sink + gone + kept
+                ].clone()
+            last = kv["last"] + end - kv["seen"] - gone
+        else:
+            last = kv["last"] + end - kv["seen"]
+        kv["k"][:, last - n : last] = k
+        kv["v"][:, last - n : last] = v
+        first = max(0, last - self.window)
+        y = attend(q, kv["k"][:, first:last], kv["v"][:, first:last])
+        kv["seen"], kv["last"] = end, last
+        return x + self.o(y)
+
+
+class Rolling(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.register_buffer("freqs", table(200))
+
+    def forward(self, x, caches, start):
+        for layer, kv in zip(self.layers, caches, strict=True):
+            x = layer(x, self.freqs, kv, start)
+        return x
+
+    def session(self, slots=4 * N):
+        shape = (1, slots, HEADS, WIDTH)
+        return [
+            {"k": torch.zeros(shape).double(), "v": torch.zeros(shape).double(), "seen": 0,
+             "last": 0}
+            for _ in self.layers
+        ]  # fmt: skip
+
+
+class Sliding(nn.Module):
+    """A long cache, read through a window of numbers, roped when read: window positions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM).double(), nn.Linear(DIM, DIM).double()
+        self.register_buffer("freqs", table(400))
+        self.register_buffer("k", torch.zeros(1, 60 * N, HEADS, WIDTH).double())
+        self.register_buffer("v", torch.zeros(1, 60 * N, HEADS, WIDTH).double())
+        self.window = 4 * N
+
+    def forward(self, x, start):
+        n = x.shape[1]
+        q, k, v = self.qkv(x).view(1, n, 3, HEADS, WIDTH).unbind(2)
+        end = start + n
+        self.k[:, start:end] = k
+        self.v[:, start:end] = v
+        first = max(0, end - self.window)
+        q = rope(q, self.freqs[start:end])
+        k = rope(self.k[:, first:end], self.freqs[first:end])
+        return x + self.o(attend(q, k, self.v[:, first:end]))
+
+
+def frame():
+    return torch.randn(1, N, DIM).double()
+
+
+def last(compiled):
+    return compiled.report().to_dict()["graphs"][-1]
+
+
+def placed(graph):
+    """How many caches lie in a ring, of how many."""
+    p = next(p for p in graph["passes"] if p["name"] == "ring_cache")
+    return p["applied"], p["matched"]
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_rolling_cache_kept_by_numbers_becomes_a_ring_once_it_is_full(lowering):
+    model = Rolling()
+    options = rtc.Options(lowering=lowering, step_graph="simulate", regions="on", warn=False)
+    compiled = rtc.compile(copy.deepcopy(model), options=options)
+    with torch.no_grad():
+        for session in range(2):
+            mine, its = model.session(), model.session()
+            for t in range(12):
+                for _ in range(2):
+                    x = frame()
+                    same(compiled(x, its, t * N), model(x, mine, t * N))
+            for a, b in zip(mine, its, strict=True):
+                assert (a["seen"], a["last"]) == (b["seen"], b["last"])
+                same(b["k"], a["k"])
+                same(b["v"], a["v"])
+            if not session:
+                assert placed(last(compiled)) == (4, 4)
+    runtime = compiled.report().to_dict()["runtime"]
+    assert runtime["replays"] > 10
+    assert runtime["plain_calls"] == 0
+
+
+def test_two_sessions_of_different_lengths_each_have_their_sizes():
+    model = Rolling(layers=1)
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    pairs = [(model.session(n * N), model.session(n * N)) for n in (4, 3)]
+    with torch.no_grad():
+        for t in range(14):
+            for mine, its in pairs:
+                x = frame()
+                same(compiled(x, its, t * N), model(x, mine, t * N))
+    for mine, its in pairs:
+        same(its[0]["k"], mine[0]["k"])
+
+
+def test_a_window_slides_over_a_long_cache():
+    model = Sliding()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    with torch.no_grad():
+        for t in [*range(20), *range(12)]:
+            x = frame()
+            same(compiled(x, t * N), model(x, t * N))
+            if t == 19:
+                assert placed(last(compiled)) == (2, 2)
+    same(compiled.k, model.k)
+
+
+def test_a_window_that_is_made_smaller_is_read_with_its_new_size():
+    model = Sliding()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    with torch.no_grad():
+        for t in range(40):
+            if t in (16, 30):
+                model.window = compiled._model.window = (3 if t == 16 else 4) * N
+            x = frame()
+            same(compiled(x, t * N), model(x, t * N))
+    assert placed(last(compiled))[0] == 2
+
+
+def test_sizes_that_change_in_every_call_are_left_symbolic():
+    """Nothing settles: some lengths have a graph each, the rest one for all."""
+
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 60 * N, DIM).double())
+
+        def forward(self, x, end):
+            self.k[:, end - N : end] = x
+            return (x @ self.k[:, :end].mT).softmax(-1) @ self.k[:, :end]
+
+    model = Growing()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    with torch.no_grad():
+        for t in range(1, 30):
+            x = frame()
+            same(compiled(x, t * N), model(x, t * N))
+    assert compiled._compiler.settled == []
+    assert len(compiled.report().to_dict()["graphs"]) < 20
+
+
+def test_ints_that_a_step_returns_go_on_when_it_is_replayed():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.o = nn.Linear(DIM, DIM).double()
+            self.register_buffer("k", torch.zeros(1, 4 * N, DIM).double())
+
+        def forward(self, x, step):
+            self.k.copy_(torch.cat([self.k[:, N:], self.o(x)], 1))
+            return (x @ self.k.mT).softmax(-1) @ self.k, 3 * step + 1
+
+    model = Counting()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    with torch.no_grad():
+        for step in (0, 1, 2, 3, 4, 5, 9, 10):
+            x = frame()
+            (y, n), (want, m) = compiled(x, step), model(x, step)
+            same(y, want)
+            assert n == m
+    assert compiled.report().to_dict()["runtime"]["replays"] > 3
+
+
+def test_a_graph_of_settled_sizes_has_guards_on_them(monkeypatch):
+    """Without them it would serve calls of other sizes: this holds the other tests to account."""
+    fix = Sizes.fix
+
+    def unguarded(sizes):
+        sizes.symbolic, kept = [], sizes.symbolic
+        fix(sizes)
+        sizes.symbolic = kept
+
+    monkeypatch.setattr(Sizes, "fix", unguarded)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        test_a_window_that_is_made_smaller_is_read_with_its_new_size()
