@@ -128,7 +128,7 @@ class Compiler:
             nonlocal first
             if first:
                 report.ends("guards")
-            held = [t for i in wrapped for _, t in _parts("", args[i])]
+            held = [t for i in wrapped for _, t, _ in _parts("", args[i])]
             session.before_graph([*args, *held] if held else args)
             try:
                 return compiled(*args)
@@ -525,26 +525,29 @@ def _python_number(node: fx.Node) -> bool:
     return bool(getattr(src.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
-def _source(node: fx.Node) -> tuple[str, Any]:
+def _source(node: fx.Node) -> tuple[str, Any, bool]:
+    """(Dynamo's name of an input, its value, whether it hangs on a module)."""
     arg = node.meta.get("grapharg")
     src = getattr(arg, "source", None)
     if src is None:
-        return node.name, None
+        return node.name, None, False
     name = src.name if isinstance(src.name, str) else src.name()
-    return name, node.meta.get("example_value")
+    kind = src.guard_source() if callable(src.guard_source) else src.guard_source
+    module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
+    return name, node.meta.get("example_value"), module
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
     """AOT's inputs for one of Dynamo's: a wrapper (DTensor) comes in as what it holds, then those
     of its sizes that change from call to call."""
     if not is_traceable_wrapper_subclass(value):
-        yield name, value
+        yield name, value, module
         return
     for part in value.__tensor_flatten__()[0]:
-        yield from _parts(f"{name}.{part}", getattr(value, part))
+        yield from _parts(f"{name}.{part}", getattr(value, part), module)
     for size in (*value.size(), *value.stride()):
         if isinstance(size, torch.SymInt):
-            yield f"{name}.size()", size
+            yield f"{name}.size()", size, module
 
 
 def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
@@ -553,11 +556,11 @@ def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
     mutated = {n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)}
     out = []
     for i, n in enumerate(nodes):
-        name, _ = sources[i] if known else (n.name, None)
+        name, _, module = sources[i] if known else (n.name, None, False)
         val = n.meta["val"]
         is_int = not isinstance(val, (torch.Tensor, FakeScriptObject))
         parameter = "_parameters" in name or isinstance(val, torch.nn.Parameter)
-        attribute = "_parameters" in name or "_buffers" in name or name.startswith("G[")
+        attribute = module or "_parameters" in name or "_buffers" in name or name.startswith("G[")
         attribute = attribute or ("L['self']" in name or "__closure__" in name)
         out.append(InputInfo(i, n, name, is_int, n in mutated, attribute, parameter))
     return out

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def check_torch() -> None:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
-_READS = re.compile(r"\.(item|tolist|nonzero)\(|\b(int|bool|float)\(")
+_READS = re.compile(r"\.(item|tolist|nonzero)\(|(?<![.\w])(int|bool|float)\(")
 
 
 def host_read(error: Exception) -> HostSyncError | None:
@@ -65,7 +66,10 @@ def host_read(error: Exception) -> HostSyncError | None:
     at = int(line)
     # the read may stand above the line that could not do without its value
     code = linecache.getline(file, at).strip()
-    above = range(at, max(at - 30, 0), -1)
+    above = takewhile(
+        lambda n: not linecache.getline(file, n).lstrip().startswith("def "),
+        range(at, max(at - 30, 0), -1),
+    )
     if not code.startswith(("if ", "elif ", "while ", "assert ")):
         at = next((n for n in above if _READS.search(linecache.getline(file, n))), at)
     return HostSyncError(
@@ -300,6 +304,7 @@ def _capture(
         torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True,
             automatic_dynamic_shapes=static is None,
+            skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another model
             fail_on_recompile_limit_hit=True,
             # a growth phase has a shape for every length before the window is full
             recompile_limit=_GRAPHS,

@@ -317,6 +317,8 @@ class Cutter:
         elif n in self.writes:
             w = self.writes[n]
             self.slot[n] = self._seen_in(w.base, tuple(n.meta["val"].shape))
+        elif n.target is aten.copy_.default:  # ``self.n += 1`` hands on what it wrote
+            self.slot[n] = self._value(n.args[0])  # type: ignore[arg-type]
         else:
             assert self.view[n], n
             self._run_op(n)

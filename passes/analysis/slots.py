@@ -8,6 +8,7 @@ Anything unknown ends the region, never guesses.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 import operator
@@ -20,7 +21,15 @@ from torch import fx
 
 from rtc.passes.analysis import movement, scales, shapes
 from rtc.passes.analysis.exprs import Exprs, SlotExpr
-from rtc.passes.analysis.fn import LAYOUT, Fn, Operand, op_fn, permutation, raw_fn
+from rtc.passes.analysis.fn import (
+    LAYOUT,
+    Fn,
+    Operand,
+    op_fn,
+    permutation,
+    raw_fn,
+    structural_key,
+)
 from rtc.passes.analysis.host import Deps, HostInfo, InputInfo
 from rtc.passes.analysis.shapes import NotLocal
 
@@ -334,7 +343,7 @@ class LocalAnalysis:
         if scale:
             if varies:
                 raise NotLocal("a calibrated scale does not vary along the slots")
-            key: Any = ("calibrated", node.name)
+            key: Any = ("calibrated", self.base.source, self.base.part, self._scale_key(node))
         else:
             key = (role, self.host.key(node))
         entry = ((node, expr),)
@@ -350,6 +359,24 @@ class LocalAnalysis:
         if node.op != "call_function" or not (is_pointwise(node.target) or node.target in LAYOUT):
             return False
         return all(self._from_scale(a) for a in node.all_input_nodes)
+
+    def _scale_key(self, node: fx.Node) -> Any:
+        """What is made of which maximum: graphs share views only where both are the same."""
+
+        def go(a: Any) -> Any:
+            if not isinstance(a, fx.Node):
+                return self.host.key(a)
+            if a in self.calibrated:
+                rest = self.host.key([*a.args[1:]]), self.host.key(a.kwargs)
+                below = self.calibrated[a]
+                tables = [o.key for o in below.operands()]
+                return ("maximum", structural_key(below), tables, str(a.target), *rest)
+            if self.host.on_host(a):
+                return self.host.key(a)
+            args = [go(x) for x in a.args], sorted((k, go(x)) for k, x in a.kwargs.items())
+            return (str(a.target), str(args))
+
+        return hashlib.sha1(repr(go(node)).encode()).hexdigest()
 
     def _layout(self, node: fx.Node) -> SlotVal:
         v = self.val(node.args[0])

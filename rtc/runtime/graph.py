@@ -173,7 +173,7 @@ class GraphRuntime:
                 st = self._state(c, args_in)
                 st.check_consts(stamps)
                 st.check_tables(tables)
-                if (c.scales or c.queries) and st.scales is None:
+                if not self._calibrated(c, st):
                     return self._calibrate(args_in)
                 prep = None if ahead is None else ahead.prepared(c, st)
                 if prep is None:
@@ -295,26 +295,38 @@ class GraphRuntime:
         # by cohort: caches that two cohorts lay out alike may change places between calls
         kept = st.kept.setdefault(self, {})
         have = kept.get(c.index)
-        if have is None or have.scales is not st.scales:
+        sizes = self._sizes(c, st)
+        now = (st.scales, sizes)
+        if have is None or any(a is not b for a, b in zip(have.scales, now, strict=True)):
+            scales = [*(st.scales or ()), *(sizes or ())]
             values: dict[int, torch.Tensor] = {}
             for i, e in enumerate(self.extras):
                 if e.kind in KEPT and e.cohort == c.index:
                     if e.kind == "view":
                         values[i] = st.storages[e.view]
                     elif e.kind == "scale":
-                        assert st.scales is not None
-                        values[i] = st.scales[e.operand]
+                        values[i] = scales[e.operand]
                     else:
                         values[i] = st.saturated
-            have = kept[c.index] = Kept(st.scales, values, len(self.extras))
+            have = kept[c.index] = Kept(now, values, len(self.extras))
         return have
 
     def _sent(self, value: torch.Tensor, args: list[Any]) -> torch.Tensor:
         device = args[self.cohorts[0].inputs[0]].device
         return value if value.device == device else sent(value, device)
 
+    def _sizes(self, c: CohortRuntime, st: CohortState) -> list[torch.Tensor] | None:
+        """The measured sizes of this graph's queries; None: not measured."""
+        return st.queries.get(self, {}).get(c.index)
+
+    def _calibrated(self, c: CohortRuntime, st: CohortState) -> bool:
+        if c.queries and self._sizes(c, st) is None:
+            return False
+        return st.scales is not None or not (c.scales or c.queries)
+
     def _calibrate(self, args: list[Any]) -> Any:
-        """The first call of a session: the plain graph, its whole-cache maxima noted."""
+        """The first call of a session: the plain graph, its whole-cache maxima noted. So does the
+        first one of another graph, for its queries: the caches' scales stay as they are."""
         self.session.note("scales were calibrated in the first call of each session")
         pairs = []
         for c in self.cohorts:
@@ -325,14 +337,20 @@ class GraphRuntime:
         queries = [n for c, _ in pairs for n in c.queries]
         out, found = self.measured(args, [n.name for n in nodes], [n.name for n in queries])
         for c, st in pairs:
+            scales, others = st.scales, dict(st.queries)
             st.invalidate()
             self.session.touched.append(st)
             got = [found[n.name] for n in c.scales]
             # turning pairs of features may enlarge the largest by the root of two
             sizes = [found[n.name].clamp(min=_SMALLEST) * 2**0.5 for n in c.queries]
+            if scales is not None:
+                st.scales = scales
+                st.queries.update(others)
             # zeros calibrate nothing: a session that starts empty is measured again
-            if all(bool((v > 0).all()) for v in got):
-                st.scales = [v * self.margin for v in (*got, *sizes)]
+            elif all(bool((v > 0).all()) for v in got):
+                st.scales = [v * self.margin for v in got]
+            if st.scales is not None and c.queries and self._sizes(c, st) is None:
+                st.queries.setdefault(self, {})[c.index] = [v * self.margin for v in sizes]
         return out
 
     def _broken(self, st: CohortState) -> None:

@@ -108,7 +108,11 @@ def layout_key(cohort: Cohort) -> tuple[Any, ...]:
     """Graphs that agree on it can share a state: a frame that turns is turned by all of them."""
     views = tuple((v.cache, structural_key(v.fn), v.klass) for v in cohort.views)
     turns = tuple(sorted(cohort.rotations))
-    return (cohort.order, cohort.unified, cohort.capacity, cohort.slots, views, turns)
+    maxima = tuple(
+        (i, structural_key(fn), str(n.target), str(n.args[1:]), str(n.kwargs))
+        for n, (i, fn) in cohort.scales().items()
+    )
+    return (cohort.order, cohort.unified, cohort.capacity, cohort.slots, views, turns, maxima)
 
 
 @dataclass
@@ -129,7 +133,7 @@ class Kept:
     """
 
     def __init__(
-        self, scales: list[torch.Tensor] | None, values: dict[int, torch.Tensor], inputs: int
+        self, scales: tuple[Any, Any], values: dict[int, torch.Tensor], inputs: int
     ) -> None:
         self.scales, self.values = scales, values
         self.row: list[torch.Tensor | None] = [values.get(i) for i in range(inputs)]
@@ -188,6 +192,9 @@ class CohortState:
         self.released = False
         self.tables: dict[str, Stamp] = {}  # constants that tables are made from
         self.scales: list[torch.Tensor] | None = None  # calibrated maxima, None: to be measured
+        # sizes of the queries of a graph, by cohort: another graph may ask the views otherwise
+        self.queries: weakref.WeakKeyDictionary[Any, dict[int, list[torch.Tensor]]]
+        self.queries = weakref.WeakKeyDictionary()
         with torch.inference_mode(False):
             self.saturated = torch.zeros(1, dtype=torch.int64, device=_device(cohort))
         counters.imports += 1
@@ -282,6 +289,7 @@ class CohortState:
         for c in self.classes.values():
             c.invalidate()
         self.scales = None
+        self.queries.clear()
         self.counters.imports += 1
 
     def _check_untouched(self) -> None:

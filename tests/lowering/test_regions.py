@@ -1,8 +1,10 @@
 """Graphs cut into regions: the same numbers, alike regions compiled once, writes in place."""
 
+import copy
+
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import rtc
@@ -175,3 +177,28 @@ def test_caches_of_a_plain_call_are_stored_one_after_the_other():
     assert names.index(aten.copy_.default) < len(names) - 2
     torch.testing.assert_close(gm(*args), out, rtol=0, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(args, want, strict=True))
+
+
+def test_a_buffer_that_is_counted_up():
+    """``self.n += 1`` makes the graph hand out what it wrote."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros((), dtype=torch.long))
+            self.register_buffer("k", torch.zeros(1, 6, 4).double())
+
+        def forward(self, x):
+            self.k.copy_(torch.cat([self.k[:, 1:], x], 1))
+            y = (x @ self.k.mT * (1 + self.n)).softmax(-1) @ self.k
+            self.n += 1
+            return y
+
+    model = Counted()
+    options = rtc.Options(lowering="eager", regions="on", step_graph="simulate", warn=False)
+    compiled = rtc.compile(copy.deepcopy(model), options=options)
+    with torch.no_grad():
+        for _ in range(8):
+            x = torch.randn(1, 1, 4).double()
+            torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.n == model.n == 8

@@ -334,3 +334,36 @@ def test_a_function_with_captured_caches():
     for step in range(10):
         close(step_of(ours)(x(step), step), compiled(x(step), step))
     close(ours[0], theirs[0])
+
+
+def test_hooks_that_come_and_go_on_a_layer():
+    eager, model, compiled = pair()
+    hooks = []
+    for step in range(12):
+        for m in (eager, model):
+            if step == 4:
+                hooks.append(m.qkv.register_forward_hook(lambda m, a, out: out * 1.5))
+            if step == 8:
+                m.o.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
+        if step == 8:
+            for hook in hooks:
+                hook.remove()
+        close(eager(x(step), step), compiled(x(step), step))
+    same_caches(eager, model)
+
+
+def test_a_model_that_is_an_argument_has_attributes_like_any_other():
+    class Plain(Window):
+        def __init__(self):
+            super().__init__()
+            freq = self.freq
+            del self.freq
+            self.freq = freq.clone()  # neither a buffer nor a parameter
+
+    eager, model, _ = pair(Plain)
+    compiled = rtc.compile(lambda m, x, step: m(x, step), options=EAGER)
+    for step in range(12):
+        close(eager(x(step), step), compiled(model, x(step), step))
+    graph = compiled.report().to_dict()["graphs"][-1]
+    passes = {p["name"]: p for p in graph["passes"]}
+    assert passes["hoist_rope"]["applied"] == passes["hoist_rope"]["matched"] > 0
