@@ -160,3 +160,17 @@ def test_too_many_parts_are_left_alone(monkeypatch):
     assert chain(assign, "off") == WRITTEN
     assert seen
     assert not any(seen)
+
+
+def test_a_step_that_is_kept_holds_no_view_of_the_stack():
+    """Else something else than the model holds the memory, and views are made anew each call."""
+    compiled = rtc.compile(
+        Model(assign), options=rtc.Options(lowering="eager", step_graph="simulate")
+    )
+    seen = []
+    with torch.no_grad():
+        for step in range(8):
+            compiled(torch.ones(1, T, H * D).double(), step)
+            seen.append(compiled.report().to_dict()["runtime"]["refreshed_slots"])
+    assert seen[-1] == seen[0]
+    assert compiled.report().to_dict()["runtime"]["replays"] > 3
