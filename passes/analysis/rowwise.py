@@ -13,7 +13,9 @@ Where no rule applies the wide value is a leaf itself, which is right and only s
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ from rtc.passes.analysis.fn import (
     op_fn,
     permutation,
     structural_key,
+    walk,
     with_slots,
 )
 from rtc.passes.analysis.host import Deps, HostInfo
@@ -161,23 +164,58 @@ class RowTable:
 
         ``memo``: of one call. New queries and new keys mostly ask for the same rows.
         """
-        if memo is None:
-            return self._rows(env, keys)
         content = tuple((len(k), k.dtype, as_bytes(k).tobytes()) for k in keys)
+        if memo is None:
+            return self._rows(env, keys, content)
         asked = ("rows", self.signature, self.axes, content)
         if asked not in memo:
-            memo[asked] = self._rows(env, keys)
+            memo[asked] = self._rows(env, keys, content)
         return memo[asked]
 
-    def _rows(self, env: Mapping[fx.Node, Any], keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _rows(
+        self, env: Mapping[fx.Node, Any], keys: Sequence[torch.Tensor], content: Sequence[Any]
+    ) -> torch.Tensor:
         n = len(keys[0])
         given = {leaf: leaf.values(env, k) for leaf, k in zip(self.leaves, keys, strict=True)}
+        of = dict(zip(self.leaves, content, strict=True))
+
+        def operand(o: Operand) -> Any:
+            return given[o.key[1]]
+
+        def remembered(f: Fn) -> Any:
+            """Of frame, row and column of a patch, two are the same in every call."""
+            leaves = self._pieces.get(f.key)
+            if leaves is None:
+                return None
+            keys = [of[leaf] for leaf in leaves]
+            tables = [env[leaf.node] for leaf in leaves if leaf.kind != "value"]
+            have = self._kept.get(f.key)
+            if have is None or have[0] != keys or any(map(operator.is_not, have[1], tables)):
+                value = emit(f, n, _call, lambda g: None if g is f else remembered(g), operand)
+                have = self._kept[f.key] = keys, tables, value
+            return have[2]
+
         with _disable_current_modes(), torch.no_grad():
             if isinstance(self.fn, Fn):
-                out = emit(self.fn, n, _call, lambda f: None, lambda o: given[o.key[1]])
+                out = emit(self.fn, n, _call, remembered, operand)
             else:
-                out = given[self.fn.key[1]]
+                out = operand(self.fn)
             return _flat(out, self.axes)
+
+    @functools.cached_property
+    def _kept(self) -> dict[Any, tuple[list[Any], list[Any], Any]]:
+        """Of each piece: the keys and tables that it was last worked out from, and its rows."""
+        return {}
+
+    @functools.cached_property
+    def _pieces(self) -> dict[Any, list[Leaf]]:
+        """What is joined side by side, by its key: the leaves that it is made from."""
+        found: dict[Any, list[Leaf]] = {}
+        for f in walk(self.fn) if isinstance(self.fn, Fn) else []:
+            if f.target is aten.cat.default:
+                for piece in f.children:
+                    found[piece.key] = [o.key[1] for o in piece.operands()]
+        return found
 
 
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
@@ -371,7 +409,7 @@ class _Finder:
 
         args = conv(node.args)
         kwargs = {k: conv(v) for k, v in node.kwargs.items()}
-        return self._made(node, axes, args, kwargs)
+        return _apart(self._made(node, axes, args, kwargs))
 
     def _join(self, node: fx.Node, axes: Any, grid: Any, path: Any) -> Fn:
         rank = len(shape_of(node))
@@ -432,6 +470,26 @@ class _Finder:
         if node.target is aten.embedding.default:
             return self._direct(node, aten.embedding.default, (whole, rows), axes)
         return self._made(node, axes, (whole, (rows,)))
+
+
+def _apart(f: Fn) -> Fn:
+    """A function of values joined side by side as one of each: equal ones are worked out once."""
+    x = f.args[0] if f.args else None
+    rest = [a for a in (*f.args[1:], *(v for _, v in f.kwargs)) if isinstance(a, (Fn, Operand))]
+    if not isinstance(x, Fn) or x.target is not aten.cat.default or rest or len(f.children) > 1:
+        return f
+    parts = x.args[0]
+    if not all(isinstance(p, Fn) for p in parts) or f.shape != x.shape:
+        return f
+    made = tuple(
+        _apart(
+            op_fn(
+                "op", f.target, (p, *f.args[1:]), dict(f.kwargs), p.shape, p.dims, f.dtype, f.node
+            )
+        )
+        for p in parts
+    )
+    return op_fn("op", x.target, (made, *x.args[1:]), {}, x.shape, x.dims, f.dtype, x.node)
 
 
 __all__ = ["RowTable", "decompose", "trivial"]

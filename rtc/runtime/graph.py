@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,7 +238,7 @@ class GraphRuntime:
             return
         coming = {n: x + (x - last[n]) for n, x in ints.items()}
         # the coming call may not fit, or not come; if it does, it says so itself
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _one_thread():
             env, memo = self.host.run(coming, consts), {}  # type: ignore[var-annotated]
             preps = [(c, st, c.prepare(st, env, memo)) for c, st, _ in states]
             sent = {i: self._extra(e, preps, env, memo) for i, e in self.varying}
@@ -466,6 +466,17 @@ class GraphRuntime:
             return value.to(e.dtype).reshape(e.shape).contiguous()
         prep: Prepared = next(s[2] for s in states if s[0].index == e.cohort)
         return prep.extras[e]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tables of new rows are small: to wake other threads for them takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cut(tensor: torch.Tensor, part: tuple[int, int, int] | None) -> torch.Tensor:

@@ -84,6 +84,7 @@ class CohortRuntime:
         self.counts, self.fresh = counts, total
         self.scales = list(cohort.scales())
         self.queries = [q for _, q in cohort.queries]
+        self.reading = {(v.klass, u[2].expr.key) for v in cohort.views for u in v.uses}
         self._tables = np.array([self.offsets.get(k, 0) for k in range(max(counts, default=0) + 1)])
 
     @property
@@ -228,10 +229,7 @@ class CohortRuntime:
         return out
 
     def _reads(self, klass: str, event: Event) -> bool:
-        return any(
-            v.klass == klass and any(u[2].expr.key == event.expr.key for u in v.uses)
-            for v in self.cohort.views
-        )
+        return (klass, event.expr.key) in self.reading
 
     def _compare(
         self, c: ClassState, klass: str, tables: ClassTables, env: Mapping[fx.Node, Any],
