@@ -200,6 +200,8 @@ class HostProgram:
         self.const_inputs: list[InputInfo] = []
         self.steps: list[tuple[fx.Node, Any]] = []
         self._static: dict[Any, Any] = {}
+        self._given: list[torch.Tensor] = []  # the constants of the last run
+        self._made: dict[Any, Any] = {}  # what follows from them alone
         seen: set[Any] = set()
         for node in info.graph.nodes:
             if node not in needed:
@@ -216,6 +218,10 @@ class HostProgram:
         self, ints: Mapping[fx.Node, int], consts: Mapping[fx.Node, torch.Tensor]
     ) -> dict[fx.Node, Any]:
         info, vals = self.info, dict(self._static)
+        given = [consts[inp.node] for inp in self.const_inputs]
+        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+            self._given, self._made = given, {}
+        vals.update(self._made)
         for inp in self.int_inputs:
             vals[info.key(inp.node)] = ints[inp.node]
         for inp in self.const_inputs:
@@ -240,6 +246,8 @@ class HostProgram:
                 vals[key] = out
                 if info.deps[node] == Deps.NONE:
                     self._static[key] = out
+                elif info.deps[node] == Deps.CONST:
+                    self._made[key] = out
         return {r: vals[info.key(r)] for r in self.roots}
 
 

@@ -64,6 +64,16 @@ class Grid(Base):
         return torch.cat([t.expand(2, 7, 2), p.expand(2, 7, 2)], -1).reshape(14, 4)
 
 
+class Joined(Base):
+    """A frame has three tokens: kept slots keep their positions, and a new one's row is an old one's.
+    Angles of the two are joined before their cosines are taken."""
+
+    def angles(self, step):
+        s = torch.arange(14) + 3 * step
+        t, p = (s // 3).double()[:, None], (s % 3).double()[:, None]
+        return torch.cat([t * self.freq[:2], p * self.freq[2:]], -1)
+
+
 class Scaled(Base):
     """A number that changes for all slots at once is no number of a slot: wide keys, right."""
 
@@ -114,6 +124,14 @@ def test_a_table_that_changes_under_its_row_numbers():
     chain(eager, compiled, range(8))
     for m in (eager, model):
         m.table.mul_(1.1)
+    chain(eager, compiled, range(8, 16))
+
+
+def test_a_piece_of_a_table_that_changes_beside_one_that_stays():
+    eager, model, compiled = pair(Joined)
+    chain(eager, compiled, range(8))
+    for m in (eager, model):
+        m.freq.mul_(1.1)
     chain(eager, compiled, range(8, 16))
 
 
