@@ -9,8 +9,8 @@ After:
     o = attention(q8, write(view, f32(r) * s_cal), v)
 
 Refuses: without consent (``Options(quantize="calibrated")``), since a whole-cache maximum makes
-every slot of a view depend on every other; maxima of anything but slot-local work; maxima that are
-used for anything but casting to FP8 and back.
+every slot of a view depend on every other; maxima of anything but the magnitudes of slot-local
+work; maxima that are used for anything but casting to FP8 and back, each element by its own.
 Numerics: changes (the scale is held; rows beyond it are clamped, and counted on the device).
 Quantization by fixed scales needs no consent: ``hoist_rope`` moves it like any slot-local work.
 """
@@ -36,7 +36,7 @@ def run(ctx: Context) -> Outcome:
                         "a whole-cache amax: hoisting it changes numerics and needs your consent, "
                         "Options(quantize='calibrated')"
                     )
-                    if "more than the scale" in reason:
+                    if "over the slots, and" in reason:
                         why = f"calibrated scales are those of FP8 casts: {reason}"
                     out.refused.append(Refusal.at(why, user))
     return out

@@ -8,8 +8,10 @@ with a maximum (a normalisation, a grid of integers, a clip) would come out othe
     q = to_f8(clamp(k / s))              k / s or k * (1 / s); bounds that only keep it in range
     w = wide(q) * s                      the only reader of q, through casts, layout and numbers
 
-What is cast must be what the maximum is of, its largest value must become a normal number of the
-format, and the way back must undo the way there: both are tried out on a few maxima.
+What is cast must be what the maximum is of, each element by its own (a head by its head's), its
+largest value must become a normal number of the format, and the way back must undo the way there:
+both are tried out on a few maxima. The maximum must be one of magnitudes: a held scale would not
+clip the negative values that one of the values themselves leaves beyond it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +27,11 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rtc.passes.analysis import elements, shapes
+from rtc.passes.analysis.elements import Numbers
 from rtc.passes.analysis.fn import LAYOUT, PICKS
 from rtc.passes.analysis.fp8 import CASTS, SAME, WIDE
+from rtc.passes.analysis.shapes import NotLocal
 
 aten = torch.ops.aten
 
@@ -39,16 +44,18 @@ _LEAST = 0.25  # of the largest code: below, FP8 has few bits left
 
 
 class _Other(Exception):
-    """The node uses the maximum otherwise."""
+    """The node uses the maximum otherwise; how, where there is more to say."""
 
 
 @dataclass
 class _Flow:
     """Values on their way, and by what they were multiplied so far at each sample maximum."""
 
-    maximum: fx.Node
     pointwise: Callable[[Any], bool]
-    alone: dict[fx.Node, list[float]] = field(default_factory=dict)
+    bare: fx.Node  # what the maximum is of
+    bare_at: Numbers
+    alone: dict[fx.Node, list[float]]
+    at: dict[fx.Node, Any]  # the elements of the maximum that those of a value go with
     scaled: dict[fx.Node, list[float]] = field(default_factory=dict)
     bounds: dict[fx.Node, float] = field(default_factory=dict)  # tightest of a scaled value
     codes: dict[fx.Node, list[float]] = field(default_factory=dict)  # FP8, widened or not
@@ -67,22 +74,28 @@ class _Flow:
             self._divide(node)
 
     def _alone(self, node: fx.Node) -> None:
-        if node.target in _MOVES:
-            self.alone[node] = self.alone[node.args[0]]  # type: ignore[index]
-            return
         val = node.meta.get("val")
-        if not self.pointwise(node.target) or not isinstance(val, torch.Tensor):
-            raise _Other
-        if val.dtype not in WIDE:
-            raise _Other
-        if node.target in CASTS:
-            self.alone[node] = self.alone[node.args[0]]  # type: ignore[index]
+        wide = isinstance(val, torch.Tensor) and val.dtype in WIDE
+        if node.target in _MOVES or (node.target in CASTS and wide):
+            below: fx.Node = node.args[0]  # type: ignore[assignment]
+            self.alone[node] = self.alone[below]
+            self.at[node] = elements.moved(node, self.at[below])
             return
+        if not self.pointwise(node.target) or not wide:
+            raise _Other
+        first, *others = (self.at[a] for a in node.all_input_nodes if a in self.alone)
+        self._meet(node, first, *others)
         try:
-            with _disable_current_modes(), torch.no_grad():
-                self.alone[node] = [self._value(node, i) for i in range(len(_SAMPLES))]
+            self.alone[node] = [self._value(node, i) for i in range(len(_SAMPLES))]
         except (TypeError, RuntimeError, ValueError) as e:
             raise _Other from e
+
+    def _meet(self, node: fx.Node, first: Numbers, *others: Numbers) -> None:
+        """Operands of ``node`` go with the same elements of the maximum."""
+        shape = shapes.ints(node.meta["val"].shape)
+        if not all(first.same(o, shape) for o in others):
+            raise _Other("pairs elements with the maximum of others")
+        self.at[node] = first.spread(shape)
 
     def _value(self, node: fx.Node, i: int) -> float:
         def at(a: fx.Node) -> torch.Tensor:
@@ -101,8 +114,13 @@ class _Flow:
             a, b = b, a
         if node.target not in (*_MUL, *_DIV) or b not in self.alone or a in self.alone:
             raise _Other
-        if not isinstance(a, fx.Node) or _bare(a) is not _bare(self.maximum.args[0]):
+        path = _path(a, self.bare)
+        if path[-1] is not self.bare:
             raise _Other
+        at = self.bare_at
+        for n in reversed(path[:-1]):
+            at = elements.moved(n, at)
+        self._meet(node, at, self.at[b])  # type: ignore[index]
         values = self.alone[b]  # type: ignore[index]
         self.scaled[node] = [v if node.target in _MUL else 1 / v for v in values]
         self.bounds[node] = math.inf
@@ -118,7 +136,7 @@ class _Flow:
             top = torch.finfo(val.dtype).max
             if bound < top or not all(_LEAST <= x <= top * 1.001 for x in largest):
                 raise _Other
-            self.codes[node] = by
+            self.codes[node], self.at[node] = by, self.at[below]  # type: ignore[index]
             return
         if t in (*_MUL, *_DIV) and isinstance(node.args[1], (int, float)):
             f = float(node.args[1])
@@ -134,6 +152,7 @@ class _Flow:
         elif not (t in _MOVES or (t in CASTS and val is not None and val.dtype in WIDE)):
             raise _Other
         self.scaled[node], self.bounds[node] = by, bound
+        self.at[node] = elements.moved(node, self.at[below])  # type: ignore[index]
 
     def _code(self, node: fx.Node) -> None:
         a, b = (*node.args[:2], None, None)[:2]
@@ -148,20 +167,42 @@ class _Flow:
             whole = [v * u if t in _MUL else v / u for v, u in zip(by, up, strict=True)]
             if not all(math.isclose(w, whole[0], rel_tol=1e-4) for w in whole):
                 raise _Other
+            self._meet(node, self.at[a], self.at[b])  # type: ignore[index]
             self.back = True
         elif t in (*_MUL, *_DIV) and isinstance(b, (int, float)):
             self.codes[node] = [v * b if t in _MUL else v / b for v in by]
+            self.at[node] = self.at[a]  # type: ignore[index]
         elif len(set(node.all_input_nodes)) == 1 and (
             t in _MOVES or (t in CASTS and isinstance(val, torch.Tensor) and val.dtype in WIDE)
         ):
-            self.codes[node] = by
+            self.codes[node], self.at[node] = by, elements.moved(node, self.at[a])  # type: ignore[index]
         else:
             raise _Other
 
 
-def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | None:
-    """A node that uses ``maximum`` otherwise, None where there is none."""
-    flow = _Flow(maximum, pointwise, {maximum: list(_SAMPLES)})
+def other_use(
+    maximum: fx.Node, over: Sequence[int], pointwise: Callable[[Any], bool]
+) -> str | None:
+    """What else ``maximum``, over the axes ``over``, is used for; None where there is nothing."""
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            return _other_use(maximum, over, pointwise)
+    except NotLocal as e:
+        return str(e)
+
+
+def _other_use(
+    maximum: fx.Node, over: Sequence[int], pointwise: Callable[[Any], bool]
+) -> str | None:
+    x: fx.Node = maximum.args[0]  # type: ignore[assignment]
+    path = _path(x)
+    if not any(n.target is aten.abs.default for n in path):
+        return "it is of the values, not of their magnitudes"
+    at = elements.numbered(shapes.ints(x.meta["val"].shape), over)
+    for n in path[:-1]:
+        at = elements.moved_back(n, at)
+    own = elements.numbered(shapes.ints(maximum.meta["val"].shape))
+    flow = _Flow(pointwise, path[-1], at, {maximum: list(_SAMPLES)}, {maximum: own})
     # In the graph's order, and only what reads it: a deep model has hundreds of maxima.
     queue, seen = [*maximum.users], {*maximum.users}
     heapq.heapify(queue)
@@ -169,24 +210,37 @@ def other_use(maximum: fx.Node, pointwise: Callable[[Any], bool]) -> fx.Node | N
         node = heapq.heappop(queue)
         try:
             flow.step(node)
-        except (_Other, ArithmeticError):  # a scale of zero, or none that a float holds
-            return node
+        except _Other as e:
+            return f"{node.name} {str(e) or 'uses it otherwise'}"
+        except ArithmeticError:  # a scale of zero, or none that a float holds
+            return f"{node.name} uses it otherwise"
         if node in flow.alone or node in flow.scaled or node in flow.codes:
             for u in node.users:
                 if u not in seen:
                     seen.add(u)
                     heapq.heappush(queue, u)
-    return None if flow.back else next(iter(maximum.users), maximum)
+    return None if flow.back else f"{next(iter(maximum.users), maximum).name} uses it otherwise"
 
 
-def _bare(n: Any) -> Any:
-    """Below what leaves magnitudes as they are."""
-    while isinstance(n, fx.Node) and n.op == "call_function":
+def _path(n: Any, end: fx.Node | None = None) -> list[Any]:
+    """From ``n`` down through what leaves magnitudes as they are, to ``end`` if it is met.
+
+    Without an ``end`` to meet, what repeats elements is not passed: one has no single place then.
+    """
+    path = [n]
+    while isinstance(n, fx.Node) and n is not end and n.op == "call_function":
         wide = n.target in CASTS and n.meta["val"].dtype in WIDE
         if not (wide or n.target in (aten.abs.default, *LAYOUT, *SAME)):
             break
-        n = n.args[0]
-    return n
+        below: fx.Node = n.args[0]  # type: ignore[assignment]
+        if end is None and _count(n) != _count(below):
+            break
+        path.append(n := below)
+    return path
+
+
+def _count(n: fx.Node) -> int:
+    return math.prod(shapes.ints(n.meta["val"].shape))
 
 
 def _number(n: fx.Node) -> bool:

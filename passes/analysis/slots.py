@@ -220,6 +220,24 @@ class LocalAnalysis:
                 continue
             for u in node.users:
                 heapq.heappush(queue, index[u])
+        self._release()
+
+    def _release(self) -> None:
+        """Maxima that scale none of the values followed are not held: nothing would be gained."""
+        if not self.calibrated:
+            return
+        fns = [v.fn for v in self.vals.values() if isinstance(v, SlotVal)]
+        todo = [o.node for f in fns for o in f.operands_here() if not self.host.on_host(o.node)]
+        used: set[fx.Node] = set()
+        while todo:
+            node = todo.pop()
+            if node not in used:
+                used.add(node)
+                todo += [] if node in self.calibrated else node.all_input_nodes
+        for node in [n for n in self.calibrated if n not in used]:
+            del self.calibrated[node]
+            reason = "reduces over the slots, and nothing that it scales can move to write time"
+            self._end(node, node.all_input_nodes, f"{node.target} {reason}")
 
     def _end(self, node: fx.Node, tracked: Sequence[fx.Node], reason: str) -> None:
         self.ends.extend((a, node, reason) for a in tracked)
@@ -461,13 +479,13 @@ class LocalAnalysis:
         red = reduced_dims(node, rank)
         if any(d in red for d in v.dims):
             if self.calibrate and node.target in AMAX and set(v.dims) <= set(red):
-                other = scales.other_use(node, is_pointwise)
+                other = scales.other_use(node, red, is_pointwise)
                 if other is None:
                     self.calibrated[node] = v.fn
                 else:
                     raise NotLocal(
                         f"{node.target} reduces over the slots, and is more than the scale of FP8 "
-                        f"casts: {other.name} uses it otherwise"
+                        f"casts: {other}"
                     )
             raise NotLocal(f"{node.target} reduces over the slots (a whole-cache statistic)")
         if keepdim(node, REDUCE[node.target][1]):

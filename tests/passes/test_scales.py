@@ -115,6 +115,61 @@ def of_something_else(k):
     return codes(k, s) * s
 
 
+def by_channel(k):
+    return k.abs().amax(2, keepdim=True) / 448 + 1e-9
+
+
+def of_values(k):
+    return k.amax((-1, -2), keepdim=True) / 448 + 1e-9
+
+
+def of_all_values(k):
+    return k.max() / 448 + 1e-9
+
+
+def same(s):
+    return s
+
+
+def first_head(s):
+    return s[:, :1]
+
+
+def mixed(s):
+    return (s * s[:, :1]).sqrt()
+
+
+def crossed(s):
+    """Channels in another order."""
+    return s.unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
+
+
+def by(scale, there=same, back=same):
+    def work(k):
+        s = scale(k)
+        return codes(k, there(s)) * back(s)
+
+    return work
+
+
+def heads_last(k):
+    """The scale takes part in every move of what it scales, in its own steps."""
+    k = k.transpose(1, 2).flatten(2)
+    s = k.view(1, 12, 2, 8).abs().amax((1, 3)) / 448 + 1e-9
+    q = codes(k.unflatten(2, (2, 8)), s[:, None].unsqueeze(-1)).flatten(2)
+    return (q.view(1, 12, 2, 8) * s.view(2, 1)).transpose(1, 2)
+
+
+def crossed_alike(k):
+    s = by_channel(k)
+    return crossed(codes(crossed(k), crossed(s)) * crossed(s).expand(1, 2, 1, 8))
+
+
+def picked_back(k):
+    s = k.abs().amax((0, 1, 2, 3), keepdim=True) / 448 + 1e-9
+    return codes(k, s) * s[0]
+
+
 class Model(nn.Module):
     def __init__(self, work):
         super().__init__()
@@ -164,7 +219,9 @@ def run(work, model=Model):
     return compiled.report(), worst
 
 
-@pytest.mark.parametrize("work", [fp8, fp8_by_inverse])
+@pytest.mark.parametrize(
+    "work", [fp8, fp8_by_inverse, by(by_channel), heads_last, crossed_alike, picked_back]
+)
 def test_scales_of_fp8_are_held(work):
     report, worst = run(work)
     assert_pass_counts(report, {"hoist_quantize": 1})
@@ -184,6 +241,41 @@ def test_other_maxima_are_not(work):
     assert worst < 1e-12
     assert_pass_counts(report, {"hoist_quantize": 0})
     assert_refused(report, "hoist_quantize", "more than the scale of FP8 casts")
+
+
+@pytest.mark.parametrize(
+    ("scale", "there", "back"),
+    [
+        (scale_of, first_head, first_head), (scale_of, first_head, same),
+        (scale_of, same, first_head), (scale_of, mixed, same), (by_channel, crossed, crossed),
+        (by_channel, crossed, same), (by_channel, same, crossed),
+    ],
+)  # fmt: skip
+def test_the_maximum_of_other_elements(scale, there, back):
+    report, worst = run(by(scale, there, back))
+    assert worst < 1e-12
+    assert_pass_counts(report, {"hoist_quantize": 0})
+    assert_refused(report, "hoist_quantize", "pairs elements with the maximum of others")
+
+
+@pytest.mark.parametrize("scale", [of_values, of_all_values])
+def test_the_maximum_of_values_is_none_of_magnitudes(scale):
+    report, worst = run(by(scale))
+    assert worst < 1e-12
+    assert_pass_counts(report, {"hoist_quantize": 0})
+    assert_refused(report, "hoist_quantize", "of the values, not of their magnitudes")
+
+
+def picked(k):
+    """No constant takes part of a held scale: the division stays where it is."""
+    s = k.abs().amax((0, 1, 2, 3), keepdim=True)[0] / 448 + 1e-9
+    return codes(k, s) * s
+
+
+def test_held_only_where_a_cast_moves():
+    report, worst = run(picked)
+    assert worst < 1e-12
+    assert_refused(report, "hoist_quantize", "nothing that it scales can move")
 
 
 def test_what_changes_from_call_to_call_is_no_scale():
