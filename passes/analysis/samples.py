@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis.fn import LAYOUT, permutation
-from rtc.passes.analysis.fp8 import SAME
+from rtc.passes.analysis.fp8 import CASTS, SAME, WIDE
 from rtc.passes.analysis.slots import is_pointwise
 
 aten = torch.ops.aten
@@ -45,16 +45,19 @@ class Probe:
     """Evaluates pointwise nodes on samples: sample i stands for one element and its row.
 
     ``kinds``: a value has one number an element ("x"), a row ("row") or in all ("one").
+    ``exact``: in float64, casts among floats left out: a comparison needs no room for roundings, in
+    which a factor could hide (bfloat16's are 1 %).
     """
 
     rows: int
     columns: int
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     kinds: dict[fx.Node, str] = field(default_factory=dict)
+    exact: bool = False
 
     def give(self, node: fx.Node, kind: str, value: torch.Tensor) -> None:
         """A leaf: samples of it, in its own dtype."""
-        self.values[node] = value.to(node.meta["val"].dtype)
+        self.values[node] = value.double() if self.exact else value.to(node.meta["val"].dtype)
         self.kinds[node] = kind
 
     def __call__(self, node: fx.Node) -> torch.Tensor:
@@ -114,6 +117,11 @@ class Probe:
         return kind
 
     def _value(self, node: fx.Node) -> torch.Tensor:
+        if not self.exact or node.meta["val"].dtype not in WIDE:
+            return self._run(node)
+        return (self.values[node.args[0]] if node.target in CASTS else self._run(node)).double()
+
+    def _run(self, node: fx.Node) -> torch.Tensor:
         if node.op == "get_attr":
             value = getattr(node.graph.owning_module, str(node.target), None)
             if type(value) is not torch.Tensor:

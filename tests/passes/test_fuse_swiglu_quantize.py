@@ -299,6 +299,21 @@ def test_refusals(model, why):
         assert_refused(chain.report, NAME, r"test_fuse_swiglu_quantize.py:\d+")
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "float32 of bf16"])
+@pytest.mark.parametrize("factor", [0.985, 1.015])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_factor_that_roundings_could_hide(factor, inside, wide):
+    class Scaled(Gated):
+        def gate(self, act, up):
+            a, u = (act.float(), up.float()) if wide else (act, up)
+            y = F.silu(a) * (u * factor) if inside else F.silu(a) * u * factor
+            return y.to(act.dtype)
+
+    chain = Chain(Scaled, dtype=torch.bfloat16, steps=2)
+    assert_pass_counts(chain.report, {NAME: inside})
+    assert chain.worst < (BOUND[torch.bfloat16] if inside else 1e-6)
+
+
 def test_other_quantizers_are_none_of_its_business():
     class Norm(Gated):
         def gate(self, act, up):
