@@ -34,6 +34,7 @@ from rtc.passes.analysis.fn import (
     walk,
     with_slots,
 )
+from rtc.passes.analysis.fp8 import WIDE
 from rtc.passes.analysis.layout import Fallback
 from rtc.passes.analysis.shapes import NotLocal
 from rtc.passes.analysis.tables import FINE, shaped_rows
@@ -448,21 +449,18 @@ def _measure(at: Fn, inner: Fn, tables: list[Operand]) -> Rotation | None:
     widths = [math.prod(s for s in off_slots(o.shape, o.axes or ()) if s != -1) for o in tables]
 
     def run(u: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-        """[n, heads.., D] -> [n, heads, D]; u [n, *inner features]."""
+        """[n, heads.., D] -> [n, heads, D]; u [n, *inner features], all float64."""
         n = len(u)
         x = u.reshape(n, *(s for i, s in enumerate(inner.shape) if i not in inner.dims))
-        x = (
-            x.movedim(0, inner.dims[0])
-            .reshape(with_slots(inner.shape, inner.dims, n))
-            .to(inner.dtype)
-        )
+        x = x.movedim(0, inner.dims[0]).reshape(with_slots(inner.shape, inner.dims, n))
         values = {
-            o.key: shaped_rows(o, r, torch.device("cpu")) for o, r in zip(tables, rows, strict=True)
+            o.key: _wide(shaped_rows(o, r, torch.device("cpu")))
+            for o, r in zip(tables, rows, strict=True)
         }
         out = emit(
             at,
             n,
-            _call_on_cpu,
+            _call_wide,
             lambda f: x if f.key == inner.key else None,
             lambda o: values[o.key],
         )
@@ -523,8 +521,7 @@ def _checks(rot: Rotation, run: Any, draw: Any, feat: int, width: int, gen: Any)
     """The formula on random data, and heads stay apart."""
     n = 4
     u, rows = torch.randn(n, width, generator=gen, dtype=torch.float64), draw(n)
-    low = max(torch.finfo(d).eps for d in (rot.at.dtype, rot.inner.dtype))
-    tol = 64 * max(low, max(torch.finfo(r.dtype).eps for r in rows))
+    tol = 64 * torch.finfo(torch.float64).eps  # of `run`, whatever dtypes the work itself has
     same = torch.randn(n, feat, generator=gen, dtype=torch.float64)
     got = run(same.repeat(1, width // feat), rows)
     z = rot.turns(rows)
@@ -542,9 +539,25 @@ def _checks(rot: Rotation, run: Any, draw: Any, feat: int, width: int, gen: Any)
     return True
 
 
-def _call_on_cpu(target: Any, args: Any, kwargs: Any) -> Any:
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype in WIDE else dtype
+
+
+def _wide(x: Any) -> Any:
+    return x.to(_widest(x.dtype)) if isinstance(x, torch.Tensor) else x
+
+
+def _call_wide(target: Any, args: Any, kwargs: Any) -> Any:
+    """An op on the CPU in float64, casts among floats left out: in the room that a half type's
+    roundings need, products of table entries would pass for linear."""
     kwargs = {
         k: torch.device("cpu") if isinstance(v, torch.device) else v for k, v in kwargs.items()
     }
     kwargs.pop("pin_memory", None)
-    return target(*args, **kwargs)
+    if target in _CASTS:
+        to = kwargs.get("dtype") or (args[1] if len(args) > 1 else args[0].dtype)
+        return args[0].to(_widest(to))
+    out = target(*args, **kwargs)
+    return [_wide(x) for x in out] if isinstance(out, (list, tuple)) else _wide(out)

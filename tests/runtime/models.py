@@ -96,10 +96,10 @@ def close(a, b, tolerance=1e-12):
     torch.testing.assert_close(b.detach(), a.detach(), rtol=tolerance, atol=tolerance)
 
 
-def chain(eager, compiled, steps):
+def chain(eager, compiled, steps, tolerance=1e-12):
     """The same calls on both; the outputs must agree in each."""
     for step in steps:
-        close(eager(x(step), step), compiled(x(step), step))
+        close(eager(x(step), step), compiled(x(step), step), tolerance)
 
 
 def same_caches(eager, twin):

@@ -86,33 +86,42 @@ def soft_cap(x, ang):
     return 1e3 * torch.tanh(usual(x, ang) / 1e3)
 
 
+def stretched(x, ang):
+    """By products of table entries, in which it is not linear."""
+    (a, b), (real, imag), cos, sin = x.chunk(2, -1), half(x, ang), ang.cos(), ang.sin()
+    return torch.cat([real + a * cos * sin * 0.03, imag + b * cos * sin * 0.03], -1)
+
+
 class Turned(Attention):
     turn = staticmethod(usual)
     size = 1.0
+    dtype = torch.float64  # of caches and attention
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("k", zeros())
-        self.register_buffer("v", zeros())
+        self.register_buffer("k", zeros().to(self.dtype))
+        self.register_buffer("v", zeros().to(self.dtype))
 
     def freqs(self):
         return self.freq
 
     def forward(self, x, step):
         n = x.shape[1]
-        q, k, v = self.qkv(x * self.size).view(1, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        rows = self.qkv(x * self.size).to(self.dtype)
+        q, k, v = rows.view(1, n, 3, 2, 8).permute(2, 0, 3, 1, 4)
         for cache, new in ((self.k, k), (self.v, v)):
             cache.copy_(torch.cat([cache[:, :, n:], new], 2))
         ang = angles(torch.arange(14) + 3 * (step % 9), self.freqs())
-        q, k = self.turn(q, ang[-n:]), self.turn(self.k, ang)
+        q, k = (self.turn(r, a).to(self.dtype) for r, a in ((q, ang[-n:]), (self.k, ang)))
         y = F.scaled_dot_product_attention(q, k, self.v, scale=0.3 / self.size**2)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(y.transpose(1, 2).flatten(2).to(x.dtype))
 
 
-def model(of, large=1.0, numbers=False):
+def model(of, large=1.0, numbers=False, of_dtype=torch.float64):
     class Model(Turned):
         turn = staticmethod(of)
         size = large
+        dtype = of_dtype
 
         def freqs(self):
             return torch.tensor([1.0, 0.31, 0.1, 0.017]).double() if numbers else self.freq
@@ -135,6 +144,17 @@ def test_work_that_samples_would_not_show(of):
     eager, _, compiled = pair(model(of, large=40.0))
     chain(eager, compiled, range(30))
     assert compiled.report().to_dict()["runtime"]["folds"] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
+@pytest.mark.parametrize("of", [usual, stretched])
+def test_products_of_table_entries_in_coarse_dtypes(of, dtype):
+    """Keys that were turned by folding are rounded once more, and sums come in ring order."""
+    eager, _, compiled = pair(model(of, of_dtype=dtype))
+    chain(eager, compiled, range(40), 4 * torch.finfo(dtype).eps)
+    assert (compiled.report().to_dict()["runtime"]["folds"] > 0) == (of is usual)
 
 
 def polar(ang):
