@@ -298,7 +298,8 @@ class Compiler:
         return Watch(sizes, [n for n in gm.graph.nodes if n.op == "placeholder"], self._settles)
 
     def _settles(self, sizes: tuple[int, ...]) -> None:
-        if sizes not in self.settled and len(self.settled) < _SETTLED:
+        # with other ranks, which may not see the same and would not come to compile, it stays
+        if self.ranks.dog is None and sizes not in self.settled and len(self.settled) < _SETTLED:
             self.settled.append(sizes)
             self.stale = True
 

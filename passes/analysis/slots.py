@@ -388,7 +388,9 @@ class LocalAnalysis:
                 rest = self.host.key([*a.args[1:]]), self.host.key(a.kwargs)
                 below = self.calibrated[a]
                 tables = [o.key for o in below.operands()]
-                return ("maximum", structural_key(below), tables, str(a.target), *rest)
+                # each denoising pass may have a maximum of its own, all of them alike
+                which = list(self.calibrated).index(a)
+                return ("maximum", which, structural_key(below), tables, str(a.target), *rest)
             if self.host.on_host(a):
                 return self.host.key(a)
             args = [go(x) for x in a.args], sorted((k, go(x)) for k, x in a.kwargs.items())

@@ -37,7 +37,9 @@ class Step:
             if not (i.attribute or i.parameter or i.mutated or i.part or i.index in caches)
         ]  # fmt: skip
         self.fixed = [i.index for i in used if i.index not in set(self.copied)]
-        self.parts = [i for i in inputs if i.part is not None]
+        self.parts = [
+            (i.index, i.parent.index, i.part) for i in inputs if i.parent is not None and i.part
+        ]
         users = [(i, u) for i in inputs if i.is_int for u in places[i.index].users]
         self.blockers = [
             f"no CUDA graph: {u.name} uses {i.source}, which changes from call to call"
@@ -50,13 +52,6 @@ class Step:
                     "that it was captured with. Hold it on the GPU (a float argument: as a tensor)"
                 )
         self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
-
-    def _run(self, args: list[Any]) -> Any:
-        for i in self.parts:
-            assert i.parent is not None
-            assert i.part is not None
-            args[i.index] = cut(args[i.parent.index], i.part)
-        return self.run(args)
 
     def foresee(self, owner: MutableMapping[Any, Any], sent: Mapping[int, torch.Tensor]) -> None:
         """``sent``: what the next call will send, by the extra's number, if it is as foreseen."""
@@ -79,7 +74,7 @@ class Step:
             device = extras[self.kept[0]].device if self.kept else fixed[0].device
             with torch.inference_mode(False):  # kept for calls in any mode
                 staging = Staging(self.specs, device)
-            have = owner[self] = staging, StepGraph(self._run), marks
+            have = owner[self] = staging, StepGraph(_joined(self.run, self.parts)), marks
         staging, graph, _ = have
         staging.put([extras[i] for i in self.sent])
         if isinstance(self.run, WithConstants):
@@ -89,8 +84,8 @@ class Step:
             out, new = list(args), list(extras)
             for i, s in zip(self.copied, static, strict=True):
                 out[i] = s
-            for part in self.parts:
-                out[part.index] = None  # a step that is kept holds no view of the user's memory
+            for part, *_ in self.parts:
+                out[part] = None  # a step that is kept holds no view of the user's memory
             for i, s in zip(self.sent, staging.device, strict=True):
                 new[i] = s
             return [*out, *new]
@@ -98,6 +93,20 @@ class Step:
         out = graph(fixed, copied, arrange)
         counters.replays += graph.captured
         return out
+
+
+def _joined(
+    run: Callable[[list[Any]], Any], parts: Sequence[tuple[int, int, Any]]
+) -> Callable[[list[Any]], Any]:
+    """``run``, given the parts of stacked tensors, cut anew. Not a method: a step is kept by its
+    graph, and must not keep it."""
+
+    def joined(args: list[Any]) -> Any:
+        for index, parent, part in parts:
+            args[index] = cut(args[parent], part)
+        return run(args)
+
+    return joined if parts else run
 
 
 def _baked(val: Any, result: Result) -> bool:
