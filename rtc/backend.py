@@ -56,7 +56,14 @@ class Specialize(Exception):
 
 # A window that fills has a graph for each length; beyond so many, lengths stay symbolic.
 _STATIC_GRAPHS = 16
-_SETTLED = 8  # sets of sizes that have settled; what settles after them stays symbolic
+_SETTLED = 4  # sets of sizes that have settled; what settles after them stays symbolic
+GRAPHS = 64  # of one model, since it was last traced anew
+TOO_MANY = (
+    f"the model was compiled for {GRAPHS} values of something that changes from call to call: a "
+    "float or a string among the arguments, a number made from the step, an attribute. "
+    "TORCH_LOGS=recompiles names it. Pass it as a tensor, or as an int argument that only indexes "
+    "and adds."
+)
 
 
 @dataclass(repr=False)  # Dynamo's messages print the backend
@@ -76,6 +83,7 @@ class Compiler:
     called: float | None = None  # when the call began that may compile, by time.perf_counter()
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
     stale: bool = False  # sizes have settled: the model is to be traced again
+    since: int = 0  # graphs that were there when it last was
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -94,6 +102,8 @@ class Compiler:
                 "rtc compiles for inference: call the model under torch.no_grad() or "
                 "torch.inference_mode()"
             )
+        if len(self.graphs) - self.since >= GRAPHS:
+            raise UnsupportedError(TOO_MANY)
         report = GraphReport(name=f"graph {len(self.graphs)}")
         self.graphs.append(report)
         if self.called is not None:

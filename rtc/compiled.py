@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
-from rtc.backend import Compiler, Specialize
+from rtc.backend import GRAPHS, TOO_MANY, Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
 from rtc.options import Options
 from rtc.report import Report
@@ -80,7 +80,7 @@ def host_read(error: Exception) -> HostSyncError | None:
 
 
 _TOO_MANY_PLAIN = 8
-_GRAPHS = 64  # of one model
+_ENTRIES = 16 * GRAPHS  # of Dynamo: those of models traced before stay with the code
 _OWN = {
     "_demoted",
     "_model",
@@ -142,7 +142,8 @@ class Compiled:
 
     def _trace_again(self) -> None:
         """Sizes have settled. To Dynamo, this is another backend: the graphs so far are not its."""
-        self._compiler = replace(self._compiler, stale=False)
+        since = len(self._compiler.graphs)
+        self._compiler = replace(self._compiler, stale=False, since=since)
         self._call = torch.compile(self._model, backend=self._compiler, fullgraph=True)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,13 +160,7 @@ class Compiled:
                 if not isinstance(e.inner_exception, Specialize):
                     raise
             except FailOnRecompileLimitHit:
-                raise UnsupportedError(
-                    f"the model was compiled for {_GRAPHS} values of something that changes from "
-                    "call to call: a float or a string among the arguments, a number made from the "
-                    "step, an attribute. torch's warning above names the last one ('last reason'), "
-                    "TORCH_LOGS=recompiles all. Pass it as a tensor, or as an int argument that "
-                    "only indexes and adds."
-                ) from None
+                raise UnsupportedError(TOO_MANY) from None
             except Exception as e:
                 found = host_read(e)
                 if found is None:
@@ -307,7 +302,8 @@ def _capture(
             skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another model
             fail_on_recompile_limit_hit=True,
             # a growth phase has a shape for every length before the window is full
-            recompile_limit=_GRAPHS,
+            recompile_limit=_ENTRIES,
+            accumulated_recompile_limit=_ENTRIES,
         ),
     ):
         yield

@@ -479,7 +479,8 @@ def _apart(f: Fn) -> Fn:
     if not isinstance(x, Fn) or x.target is not aten.cat.default or rest or len(f.children) > 1:
         return f
     parts = x.args[0]
-    if not all(isinstance(p, Fn) for p in parts) or f.shape != x.shape:
+    # joined, parts of several dtypes become one
+    if not all(isinstance(p, Fn) and p.dtype == x.dtype for p in parts) or f.shape != x.shape:
         return f
     made = tuple(
         _apart(

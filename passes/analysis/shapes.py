@@ -17,7 +17,7 @@ def ints(shape: Sequence[object]) -> tuple[int, ...]:
         if not isinstance(s, int):
             expr = getattr(getattr(s, "node", None), "expr", None)
             if expr is None or not expr.is_number:
-                raise NotLocal(f"size {s} follows from changing ints")
+                raise NotLocal(f"size {s} follows from ints, and has not settled yet")
             s = int(expr)
         out.append(int(s))
     return tuple(out)

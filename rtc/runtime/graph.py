@@ -33,6 +33,7 @@ from rtc.runtime.step import KEPT, Step
 
 _REHEARSAL_SECONDS = 1.0
 _MISSES = 8  # calls in a row that came otherwise than foreseen, after which nothing is foreseen
+_OFTEN = 8  # calibrations, if more than half of the calls
 _SMALLEST = 1e-6  # of a calibrated query: heads that were zero in the first call
 
 
@@ -328,6 +329,15 @@ class GraphRuntime:
         """The first call of a session: the plain graph, its whole-cache maxima noted. So does the
         first one of another graph, for its queries: the caches' scales stay as they are."""
         self.session.note("scales were calibrated in the first call of each session")
+        self.session.calibrations += 1
+        if (
+            self.session.calibrations >= _OFTEN
+            and 2 * self.session.calibrations > self.session.calls
+        ):
+            self.session.note(
+                "most calls measure scales, op by op: sessions are of one call, or graphs take "
+                "turns over one cache and scale it otherwise (each drops what the other has made)"
+            )
         pairs = []
         for c in self.cohorts:
             st = self._state(c, args)

@@ -23,6 +23,7 @@ class Session:
     touched: list[CohortState] = field(default_factory=list)
     calls: int = 0
     plain_calls: int = 0
+    calibrations: int = 0
     plain_in_a_row: int = 0
     notes: list[str] = field(default_factory=list)
     epoch: int = 0  # how often the user said that something was written unseen

@@ -123,8 +123,9 @@ def test_what_returns_the_model_returns_the_compiled_one():
     assert not twin.training
 
 
-def test_what_changes_in_every_call_and_is_compiled_for(monkeypatch):
-    monkeypatch.setattr("rtc.compiled._GRAPHS", 3)
+@pytest.mark.parametrize("limit", ["rtc.backend.GRAPHS", "rtc.compiled._ENTRIES"])
+def test_what_changes_in_every_call_and_is_compiled_for(monkeypatch, limit):
+    monkeypatch.setattr(limit, 3)
 
     class Named(Window):
         def forward(self, x, step, name):

@@ -223,6 +223,25 @@ def test_sizes_that_change_in_every_call_are_left_symbolic():
     assert len(compiled.report().to_dict()["graphs"]) < 20
 
 
+def test_many_windows_and_modes_do_not_use_up_the_compiler():
+    """Each set of sizes that settles has the modes traced again."""
+
+    class Modes(Sliding):
+        def forward(self, x, start, mode="a"):
+            return super().forward(x * len(mode), start)
+
+    model = Modes()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    with torch.no_grad():
+        for t in range(56):
+            model.window = compiled._model.window = (2 + t // 8) * N
+            mode = "a" * (1 + t % 2)
+            x = frame()
+            same(compiled(x, t * N, mode), model(x, t * N, mode))
+    assert len(compiled._compiler.settled) <= 4
+    assert len(compiled.report().to_dict()["graphs"]) < 32
+
+
 def test_ints_that_a_step_returns_go_on_when_it_is_replayed():
     class Counting(nn.Module):
         def __init__(self):

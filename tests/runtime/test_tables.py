@@ -127,6 +127,20 @@ def test_a_table_that_changes_under_its_row_numbers():
     chain(eager, compiled, range(8, 16))
 
 
+class Mixed(Base):
+    """A step in bytes, whose negative wraps round (not the first one); joined, it is float64."""
+
+    def angles(self, step):
+        s = torch.arange(14)
+        t = (0 * s + step).to(torch.uint8)[:, None].expand(14, 2)
+        return -torch.cat([t, s.double()[:, None] * self.freq[:2]], -1)
+
+
+def test_pieces_of_several_dtypes_become_one_before_a_function_of_them():
+    eager, _, compiled = pair(Mixed)
+    chain(eager, compiled, range(6))
+
+
 def test_a_piece_of_a_table_that_changes_beside_one_that_stays():
     eager, model, compiled = pair(Joined)
     chain(eager, compiled, range(8))
