@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc import constants, dtensor, exchanges, region_ops, regions
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
+from rtc.inputs import described, named, parts
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
 from rtc.passes import pipeline
@@ -113,7 +113,7 @@ class Compiler:
         hide_attention(gm)
         dtensor.prepare(gm)
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        sources = [s for n in places for s in _parts(*_source(n))]
+        sources = [s for n in places for s in parts(*named(n))]
         self.on_phase("tracing")
 
         def inner(functional: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ class Compiler:
             nonlocal first
             if first:
                 report.ends("guards")
-            held = [t for i in wrapped for _, t, _ in _parts("", args[i])]
+            held = [t for i in wrapped for _, t, _ in parts("", args[i])]
             session.before_graph([*args, *held] if held else args)
             try:
                 return compiled(*args)
@@ -156,11 +156,10 @@ class Compiler:
         self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport,
         quiet: _Uncollected,
     ) -> Callable[..., Any]:  # fmt: skip
-        inputs = _inputs(gm, sources)
+        inputs = described(gm, sources)
         sample = {i.node: hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
         watch = self._settle(gm, report)
-        inputs = _inputs(gm, sources)
         fakes = [i.node.meta["val"] for i in inputs]
         report.ends("passes")
         parties = [] if self.dry else self.ranks.join(gm, self.options)
@@ -206,9 +205,9 @@ class Compiler:
             run = self._lower(new if fused else plain, list(fakes), report)
             report.ends(self.options.lowering)
             return _watched(_owned(run, inputs, self.session), watch)
-        parts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
+        cuts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
         extras = [n.meta["val"] for n in result.rewritten.nodes]
-        first = len(fakes) + len(parts)
+        first = len(fakes) + len(cuts)
         constant = [i.index for i in inputs if i.parameter and not i.mutated] + [
             first + j for j, e in enumerate(result.rewritten.extras) if e.kind == "scale"
         ]
@@ -219,7 +218,7 @@ class Compiler:
             show_attention(new)
             run = _boxed(new)
         else:
-            run = self._lower(new, [*fakes, *parts, *extras], report, constant)
+            run = self._lower(new, [*fakes, *cuts, *extras], report, constant)
         report.ends(self.options.lowering)
         lowered: list[Callable[..., Any]] = []
 
@@ -292,8 +291,8 @@ class Compiler:
 
     def _settle(self, gm: fx.GraphModule, report: GraphReport) -> Watch | None:
         """Hold sizes that are known to have settled as constants; watch those that may yet."""
-        sizes = Sizes(gm)
-        if self.fixed is None or not sizes:
+        sizes = Sizes(gm) if self.fixed is not None else None
+        if not sizes:
             return None
         if sizes.hints in self.settled:
             sizes.fix()
@@ -346,18 +345,18 @@ class Compiler:
         constant: Sequence[int] = (),
     ) -> Callable[..., Any]:  # fmt: skip
         """``constant``: numbers of the inputs that stay as they are for a session."""
-        inputs = _inputs(gm, [])
+        inputs = described(gm, [])
         if self._wants_regions(inputs):
             why = region_ops.obstacle(gm)
             if why is None:
-                parts = constants.split(gm, constant)
-                program, cut = regions.cut(parts.main if parts else gm, self._lower_one)
+                split = constants.split(gm, constant)
+                program, cut = regions.cut(split.main if split else gm, self._lower_one)
                 report.regions = dataclasses.asdict(cut)
-                if parts is None:
+                if split is None:
                     return program
-                make, _ = regions.cut(parts.constants, self._lower_one)
-                report.regions["constants"] = len(parts.fakes)
-                return WithConstants(program, make, parts.where, lambda: self.session.epoch)
+                make, _ = regions.cut(split.constants, self._lower_one)
+                report.regions["constants"] = len(split.fakes)
+                return WithConstants(program, make, split.where, lambda: self.session.epoch)
             report.notes.append(f"compiled as a whole: {why}")
         show_attention(gm)
         return self._lower_one(gm, fakes)
@@ -534,58 +533,6 @@ def _python_number(node: fx.Node) -> bool:
     if not isinstance(src, fx.Node) or src.op != "placeholder":
         return False
     return bool(getattr(src.meta.get("grapharg"), "pass_arg_as_tensor", False))
-
-
-def _source(node: fx.Node) -> tuple[str, Any, bool]:
-    """(Dynamo's name of an input, its value, whether it hangs on a module)."""
-    arg = node.meta.get("grapharg")
-    src = getattr(arg, "source", None)
-    if src is None:
-        return node.name, None, False
-    name = src.name if isinstance(src.name, str) else src.name()
-    kind = src.guard_source() if callable(src.guard_source) else src.guard_source
-    module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
-    return name, node.meta.get("example_value"), module
-
-
-def _parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """AOT's inputs for one of Dynamo's: a wrapper (DTensor) comes in as what it holds, then those
-    of its sizes that change from call to call."""
-    if not is_traceable_wrapper_subclass(value):
-        yield name, value, module
-        return
-    for part in value.__tensor_flatten__()[0]:
-        yield from _parts(f"{name}.{part}", getattr(value, part), module)
-    for size in (*value.size(), *value.stride()):
-        if isinstance(size, torch.SymInt):
-            yield f"{name}.size()", size, module
-
-
-def _inputs(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
-    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    known = len(nodes) == len(sources)
-    mutated = {n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)}
-    out = []
-    for i, n in enumerate(nodes):
-        name, _, module = sources[i] if known else (n.name, None, False)
-        val = n.meta["val"]
-        is_int = not isinstance(val, (torch.Tensor, FakeScriptObject))
-        parameter = "_parameters" in name or isinstance(val, torch.nn.Parameter)
-        attribute = module or "_parameters" in name or "_buffers" in name or name.startswith("G[")
-        attribute = attribute or ("L['self']" in name or "__closure__" in name)
-        out.append(InputInfo(i, n, name, is_int, n in mutated, attribute, parameter))
-    return out
-
-
-def _writes_input(n: fx.Node) -> bool:
-    t = n.target
-    return (
-        isinstance(t, torch._ops.OpOverload)
-        and t._schema.is_mutable
-        and bool(n.args)
-        and isinstance(n.args[0], fx.Node)
-        and n.args[0].op == "placeholder"
-    )
 
 
 def _symbols(val: Any) -> set[Any]:

@@ -35,6 +35,12 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
+def _guard(x: torch.SymInt, value: int, *, is_it: bool) -> None:
+    """Asking is what guards: no assert, which ``python -O`` would leave out."""
+    if bool(x == value) != is_it:
+        raise RuntimeError(f"size {x} is not what it was when the graph was traced")
+
+
 class Sizes:
     """The symbolic sizes and strides of a graph's tensors, each once, in order of appearance."""
 
@@ -65,14 +71,14 @@ class Sizes:
             if len(other) == len(self.hints):
                 for x, mine, its in zip(self.symbolic, self.hints, other, strict=True):
                     if mine != its:
-                        assert not bool(x == its)
+                        _guard(x, its, is_it=False)
                         break
 
     def fix(self) -> None:
         """Guard that a call's sizes are those of the trace, and hold them as constants."""
         assert self.hints is not None
         for x, held in zip(self.symbolic, self.hints, strict=True):
-            assert bool(x == held)
+            _guard(x, held, is_it=True)
         for node in list(self.gm.graph.nodes):
             val = node.meta.get("val")
             value: int | None = (

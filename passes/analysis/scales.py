@@ -16,10 +16,11 @@ clip the negative values that one of the values themselves leaves beyond it.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.passes.analysis import elements, shapes
 from rtc.passes.analysis.elements import Numbers
-from rtc.passes.analysis.fn import LAYOUT, PICKS
+from rtc.passes.analysis.fn import LAYOUT, PICKS, Fn, structural_key
 from rtc.passes.analysis.fp8 import CASTS, SAME, WIDE
+from rtc.passes.analysis.host import Deps, HostInfo
 from rtc.passes.analysis.shapes import NotLocal
 
 aten = torch.ops.aten
@@ -255,4 +257,44 @@ def _constant(n: fx.Node) -> float:
     raise TypeError(n)
 
 
-__all__ = ["other_use"]
+def made_of(
+    node: fx.Node, maxima: Mapping[fx.Node, Fn], host: HostInfo, pointwise: Callable[[Any], bool]
+) -> bool:
+    """Whether device data enters ``node`` through held maxima alone, and nothing that changes from
+    call to call beside them."""
+    if not maxima:
+        return False
+    if node in maxima:
+        return True
+    if host.on_host(node):
+        return Deps.INT not in host.deps[node]
+    if node.op != "call_function" or not (pointwise(node.target) or node.target in LAYOUT):
+        return False
+    return all(made_of(a, maxima, host, pointwise) for a in node.all_input_nodes)
+
+
+def key(node: fx.Node, maxima: Mapping[fx.Node, Fn], host: HostInfo) -> str:
+    """What is made of which maximum: graphs share views only where both are the same.
+
+    ``maxima``: of one cache, with the work that each measures.
+    """
+
+    def go(a: Any) -> Any:
+        if not isinstance(a, fx.Node):
+            return host.key(a)
+        if a in maxima:
+            below = maxima[a]
+            tables = [o.key for o in below.operands()]
+            # each denoising pass may have a maximum of its own, all of them alike
+            which = list(maxima).index(a)
+            rest = host.key([*a.args[1:]]), host.key(a.kwargs)
+            return ("maximum", which, structural_key(below), tables, str(a.target), *rest)
+        if host.on_host(a):
+            return host.key(a)
+        args = [go(x) for x in a.args], sorted((k, go(x)) for k, x in a.kwargs.items())
+        return (str(a.target), str(args))
+
+    return hashlib.sha1(repr(go(node)).encode()).hexdigest()
+
+
+__all__ = ["key", "made_of", "other_use"]

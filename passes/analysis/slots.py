@@ -8,7 +8,6 @@ Anything unknown ends the region, never guesses.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import operator
@@ -28,7 +27,6 @@ from rtc.passes.analysis.fn import (
     op_fn,
     permutation,
     raw_fn,
-    structural_key,
 )
 from rtc.passes.analysis.host import Deps, HostInfo, InputInfo
 from rtc.passes.analysis.shapes import NotLocal
@@ -337,7 +335,9 @@ class LocalAnalysis:
         """Classify an outside tensor or symbolic number that enters slot-local work."""
         val = meta(node)
         deps = self.host.deps[node]
-        scale = self.calibrated and not self.host.on_host(node) and self._from_scale(node)
+        scale = not self.host.on_host(node) and scales.made_of(
+            node, self.calibrated, self.host, is_pointwise
+        )
         if scale:
             deps = Deps.CONST
         elif Deps.DATA in deps:
@@ -361,42 +361,12 @@ class LocalAnalysis:
         if scale:
             if varies:
                 raise NotLocal("a calibrated scale does not vary along the slots")
-            key: Any = ("calibrated", self.base.source, self.base.part, self._scale_key(node))
+            made = scales.key(node, self.calibrated, self.host)
+            key: Any = ("calibrated", self.base.source, self.base.part, made)
         else:
             key = (role, self.host.key(node))
         entry = ((node, expr),)
         return Operand(role, entry, axes if varies else None, shape, val.dtype, key)
-
-    def _from_scale(self, node: fx.Node) -> bool:
-        """Whether device data enters ``node`` through calibrated maxima alone, and nothing that
-        changes from call to call beside them."""
-        if node in self.calibrated:
-            return True
-        if self.host.on_host(node):
-            return Deps.INT not in self.host.deps[node]
-        if node.op != "call_function" or not (is_pointwise(node.target) or node.target in LAYOUT):
-            return False
-        return all(self._from_scale(a) for a in node.all_input_nodes)
-
-    def _scale_key(self, node: fx.Node) -> Any:
-        """What is made of which maximum: graphs share views only where both are the same."""
-
-        def go(a: Any) -> Any:
-            if not isinstance(a, fx.Node):
-                return self.host.key(a)
-            if a in self.calibrated:
-                rest = self.host.key([*a.args[1:]]), self.host.key(a.kwargs)
-                below = self.calibrated[a]
-                tables = [o.key for o in below.operands()]
-                # each denoising pass may have a maximum of its own, all of them alike
-                which = list(self.calibrated).index(a)
-                return ("maximum", which, structural_key(below), tables, str(a.target), *rest)
-            if self.host.on_host(a):
-                return self.host.key(a)
-            args = [go(x) for x in a.args], sorted((k, go(x)) for k, x in a.kwargs.items())
-            return (str(a.target), str(args))
-
-        return hashlib.sha1(repr(go(node)).encode()).hexdigest()
 
     def _layout(self, node: fx.Node) -> SlotVal:
         v = self.val(node.args[0])

@@ -1,6 +1,9 @@
 """Fixtures that the runtime's tests share."""
 
+import gc
+
 import pytest
+import torch
 
 from rtc.runtime.graph import GraphRuntime
 
@@ -16,3 +19,12 @@ def graph_runtimes(monkeypatch):
 
     monkeypatch.setattr(GraphRuntime, "__init__", remember)
     return made
+
+
+@pytest.fixture
+def fresh():
+    """Nothing that other tests have compiled."""
+    torch._dynamo.reset()
+    gc.collect()
+    yield
+    torch._dynamo.reset()

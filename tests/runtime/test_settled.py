@@ -3,7 +3,9 @@
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
 import copy
-import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +20,7 @@ DIM = HEADS * WIDTH
 REPLAY = rtc.Options(lowering="eager", step_graph="simulate", warn=False)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    gc.collect()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def table(frames):
@@ -276,3 +273,11 @@ def test_a_graph_of_settled_sizes_has_guards_on_them(monkeypatch):
     monkeypatch.setattr(Sizes, "fix", unguarded)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         test_a_window_that_is_made_smaller_is_read_with_its_new_size()
+
+
+def test_guards_are_no_asserts():
+    """``python -O`` leaves those out."""
+    name = test_a_window_that_is_made_smaller_is_read_with_its_new_size.__name__
+    code = f"from tests.runtime import test_settled as t; t.{name}()"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-O", "-c", code], check=True, cwd=root, timeout=300)

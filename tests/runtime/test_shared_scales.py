@@ -16,11 +16,7 @@ HEADS, WIDTH, SLOTS, N = 2, 16, 20, 4
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Model(nn.Module):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,12 +23,7 @@ from tests.runtime.models import EAGER, Attention, Given, chain, close, pair, ro
 REPLAY = rtc.Options(lowering="eager", step_graph="simulate", warn=False)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    gc.collect()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_scales_measured_anew_reach_captured_steps_and_constants(graph_runtimes):

@@ -1,0 +1,69 @@
+"""Inputs of a traced graph: Dynamo's names for them, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rtc.passes.analysis.host import InputInfo
+
+
+def named(node: fx.Node) -> tuple[str, Any, bool]:
+    """(Dynamo's name of an input, its value, whether it hangs on a module)."""
+    arg = node.meta.get("grapharg")
+    src = getattr(arg, "source", None)
+    if src is None:
+        return node.name, None, False
+    name = src.name if isinstance(src.name, str) else src.name()
+    kind = src.guard_source() if callable(src.guard_source) else src.guard_source
+    module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
+    return name, node.meta.get("example_value"), module
+
+
+def parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """AOT's inputs for one of Dynamo's: a wrapper (DTensor) comes in as what it holds, then those
+    of its sizes that change from call to call."""
+    if not is_traceable_wrapper_subclass(value):
+        yield name, value, module
+        return
+    for part in value.__tensor_flatten__()[0]:
+        yield from parts(f"{name}.{part}", getattr(value, part), module)
+    for size in (*value.size(), *value.stride()):
+        if isinstance(size, torch.SymInt):
+            yield f"{name}.size()", size, module
+
+
+def described(gm: fx.GraphModule, sources: list[Any]) -> list[InputInfo]:
+    """A graph's inputs: where the user's program holds them, and what the graph does with them."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = len(nodes) == len(sources)
+    mutated = {n.args[0] for n in gm.graph.nodes if n.op == "call_function" and _writes_input(n)}
+    out = []
+    for i, n in enumerate(nodes):
+        name, _, module = sources[i] if known else (n.name, None, False)
+        val = n.meta["val"]
+        is_int = not isinstance(val, (torch.Tensor, FakeScriptObject))
+        parameter = "_parameters" in name or isinstance(val, torch.nn.Parameter)
+        attribute = module or "_parameters" in name or "_buffers" in name or name.startswith("G[")
+        attribute = attribute or ("L['self']" in name or "__closure__" in name)
+        out.append(InputInfo(i, n, name, is_int, n in mutated, attribute, parameter))
+    return out
+
+
+def _writes_input(n: fx.Node) -> bool:
+    t = n.target
+    return (
+        isinstance(t, torch._ops.OpOverload)
+        and t._schema.is_mutable
+        and bool(n.args)
+        and isinstance(n.args[0], fx.Node)
+        and n.args[0].op == "placeholder"
+    )
+
+
+__all__ = ["described", "named", "parts"]
