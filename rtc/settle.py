@@ -126,7 +126,7 @@ class Watch:
                 names.setdefault(_expr(val), i)
         wanted = set().union(*(e.free_symbols for e in exprs if e is not None))
         self.ints: list[int] | None = None
-        if wanted <= names.keys():
+        if None not in exprs and wanted <= names.keys():
             symbols = sorted(wanted, key=str)
             self.ints = [names[s] for s in symbols]
             body = ", ".join(PythonPrinter().doprint(e) for e in exprs)
