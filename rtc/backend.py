@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc import constants, dtensor, exchanges, region_ops, regions
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
+from rtc.host_numbers import HostNumbers
 from rtc.inputs import described, named, parts
 from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
@@ -84,12 +85,15 @@ class Compiler:
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
     stale: bool = False  # sizes have settled: the model is to be traced again
     since: int = 0  # graphs that were there when it last was
+    numbers: HostNumbers = field(default_factory=HostNumbers)
+    quiet: Uncollected = field(default_factory=lambda: Uncollected())
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
         before = len(self.graphs)
         try:
-            return self._backend(gm, example_inputs)
+            with self.numbers.traced():
+                return self._backend(gm, example_inputs)
         except BaseException:
             del self.graphs[before:]  # nothing came of it
             raise
@@ -118,9 +122,10 @@ class Compiler:
 
         def inner(functional: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             report.ends("tracing")
-            return self._compile(functional, inputs, sources, report, quiet)
+            return self._compile(functional, inputs, sources, report)
 
-        with _Uncollected() as quiet:
+        self.quiet.start()
+        try:
             compiled = aot_module_simplified(
                 gm,
                 list(example_inputs),
@@ -129,15 +134,19 @@ class Compiler:
                 decompositions={},
                 keep_inference_input_mutations=True,
             )
+        finally:
+            self.quiet.end()
         report.ends("runtime")
         session, first = self.session, True
         wrapped = [i for i, x in enumerate(example_inputs) if is_traceable_wrapper_subclass(x)]
+        single = [i for i, x in enumerate(example_inputs) if _single(x)]
 
         def run(*args: Any) -> Any:
             # a cache may be what a wrapper holds: writes to it are counted there
             nonlocal first
             if first:
                 report.ends("guards")
+            self.numbers.also(args[i] for i in single)
             held = [t for i in wrapped for _, t, _ in parts("", args[i])]
             session.before_graph([*args, *held] if held else args)
             try:
@@ -153,9 +162,8 @@ class Compiler:
         return run
 
     def _compile(
-        self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport,
-        quiet: _Uncollected,
-    ) -> Callable[..., Any]:  # fmt: skip
+        self, gm: fx.GraphModule, fakes: Sequence[Any], sources: list[Any], report: GraphReport
+    ) -> Callable[..., Any]:
         inputs = described(gm, sources)
         sample = {i.node: hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
@@ -198,7 +206,7 @@ class Compiler:
         exchanges.settle([plain, result.traced], new, result.outcomes)
         if parties:
             report.ends("ranks")
-        quiet.end()  # code is tried out on the device from here on: no memory is held for nothing
+        self.quiet.end()  # code is tried out on the device from here on: memory is needed there
         self.on_phase("code generation")
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
@@ -389,23 +397,22 @@ def _boxed(gm: fx.GraphModule) -> Callable[..., Any]:
     return make_boxed_func(gm.forward)
 
 
-class _Uncollected:
+class Uncollected:
     """No collections of cyclic garbage: a traced model is millions of objects, all of them alive,
     and to walk them again and again took 8 of 53 s of a first call (60 layers in 4 denoising
-    passes, narrow ones, on a CPU)."""
+    passes, narrow ones, on a CPU), without Dynamo's."""
 
-    def __enter__(self) -> _Uncollected:
-        self.on = gc.isenabled()
-        gc.disable()
-        return self
+    on = False  # it was, and will be again
+
+    def start(self) -> None:
+        if gc.isenabled():
+            self.on = True
+            gc.disable()
 
     def end(self) -> None:
         if self.on:
             self.on = False
             gc.enable()
-
-    def __exit__(self, *exc: object) -> None:
-        self.end()
 
 
 class _Watch(fx.Interpreter):
@@ -516,15 +523,22 @@ def show_attention(gm: fx.GraphModule) -> None:
 
 
 def _refuse_host_reads(gm: fx.GraphModule) -> None:
-    for node in gm.graph.nodes:
+    for node in reversed(gm.graph.nodes):
         if _python_number(node):
             continue
         if node.op == "call_method" and node.target in ("item", "tolist", "__bool__", "__int__"):
+            if type(node.meta.get("example_value")) in (int, float, bool) and not node.users:
+                gm.graph.erase_node(node)  # of a tensor made from numbers: known since the trace
+                continue
             raise HostSyncError(
                 f"{where(node) or node.name}: .{node.target}() reads device data on the host in "
                 "the middle of the step, which stops the host from running ahead. Keep the value "
                 "as a Python int outside the tensors (a step counter, say), or on the device."
             )
+
+
+def _single(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_floating_point() and x.numel() == 1
 
 
 def _python_number(node: fx.Node) -> bool:

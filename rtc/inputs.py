@@ -19,10 +19,15 @@ def named(node: fx.Node) -> tuple[str, Any, bool]:
     src = getattr(arg, "source", None)
     if src is None:
         return node.name, None, False
-    name = src.name if isinstance(src.name, str) else src.name()
+    name = source_name(src)
     kind = src.guard_source() if callable(src.guard_source) else src.guard_source
     module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
     return name, node.meta.get("example_value"), module
+
+
+def source_name(source: Any) -> str:
+    """How Dynamo calls a place in the user's program: ``L['cache'][0]['k']``."""
+    return source.name if isinstance(source.name, str) else source.name()
 
 
 def parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
@@ -66,4 +71,4 @@ def _writes_input(n: fx.Node) -> bool:
     )
 
 
-__all__ = ["described", "named", "parts"]
+__all__ = ["described", "named", "parts", "source_name"]

@@ -1,0 +1,354 @@
+"""Numbers that a program keeps in tensors of one element and reads with ``.item()``.
+
+Published code keeps the ends of its caches so (``kv["end"].item()``, ``kv["end"].fill_(end)``): a
+tensor where the program wants an int. In the middle of a step that is a host read. Where it reads
+an input of the model, the step is traced once more with a :class:`HostNumber` in the tensor's place
+while a call runs: an int that the host keeps, and that Dynamo follows. The tensor is read before
+the call if it was written since the last one, and written after it.
+
+A HostNumber can be read and written and nothing else. A model that does more with the tensor cannot
+be traced with it, and gets the error of the host read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses import fake_impls, fake_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rtc.inputs import source_name
+from rtc.runtime.guard import alone
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_SMALL = 64  # elements of a tensor made from numbers that is followed while tracing
+
+
+class NotANumber(Exception):
+    """The model does with a tensor what a HostNumber cannot do."""
+
+
+def _no(what: str) -> Callable[..., Any]:
+    def refuse(self: HostNumber, *args: Any, **kwargs: Any) -> Any:
+        raise NotANumber(f"HostNumber: {what}")
+
+    return refuse
+
+
+class HostNumber:
+    """An int in the place of an int tensor of one element; Dynamo traces its methods."""
+
+    def __init__(self, value: int, dim: int) -> None:
+        self.value, self.dim_ = value, dim
+
+    def item(self) -> int:
+        return self.value
+
+    def tolist(self) -> Any:
+        out: Any = self.value
+        for _ in range(self.dim_):
+            out = [out]
+        return out
+
+    def __int__(self) -> int:
+        return self.value
+
+    def fill_(self, value: int) -> HostNumber:
+        self.value = _int(value)
+        return self
+
+    def zero_(self) -> HostNumber:
+        self.value = 0
+        return self
+
+    def add_(self, other: int) -> HostNumber:
+        self.value = self.value + _int(other)
+        return self
+
+    def sub_(self, other: int) -> HostNumber:
+        self.value = self.value - _int(other)
+        return self
+
+    __iadd__ = add_
+    __isub__ = sub_
+
+    # The rest would mean another thing for a tensor, which gives tensors: not even by default.
+    def __getattr__(self, name: str) -> Any:
+        raise NotANumber(f"HostNumber: .{name} of a tensor")
+
+    __hash__ = object.__hash__
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no("compared as a tensor")
+    __bool__ = __len__ = __iter__ = __contains__ = _no("used as a tensor")
+    __getitem__ = __setitem__ = __delitem__ = _no("indexed as a tensor")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise NotANumber("HostNumber: written with something that is no int")
+    return value
+
+
+@functools.cache
+def _types_are_not_asked() -> None:
+    """``isinstance(x, Tensor)``, ``type(x)`` and ``torch.is_tensor(x)`` would take another way for
+    a HostNumber: tracing ends there."""
+
+    def asks(of: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(of)
+        def asked(self: Any, tx: Any, arg: Any, *rest: Any, **kwargs: Any) -> Any:
+            if isinstance(getattr(arg, "value", None), HostNumber):
+                raise NotANumber("HostNumber: asked for its type")
+            return of(self, tx, arg, *rest, **kwargs)
+
+        return asked
+
+    BuiltinVariable.call_isinstance = asks(BuiltinVariable.call_isinstance)  # type: ignore[method-assign]
+    BuiltinVariable.call_type = asks(BuiltinVariable.call_type)  # type: ignore[method-assign]
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for question in (torch.is_tensor, torch.overrides.is_tensor_like):
+        handlers[question] = asks(handlers[question])
+
+
+@dataclass
+class _Place:
+    """Where the program holds such a tensor: ``holder``[``key``], or ``holder``.``key``."""
+
+    source: str
+    holder: Any  # code of an expression; None: the call's arguments themselves
+    key: Any
+    kind: str = "item"  # or "attribute", or "buffer" of a module
+    tensor: torch.Tensor | None = None
+    version: int | None = None  # of that tensor, when ``known`` was its value
+    known: int = 0
+    number: HostNumber | None = None  # while a call runs
+
+    def find(self, scope: dict[str, Any]) -> Any:
+        return scope["L"] if self.holder is None else eval(self.holder, scope)
+
+    def get(self, holder: Any) -> Any:
+        return holder[self.key] if self.kind == "item" else getattr(holder, self.key)
+
+    def put(self, holder: Any, value: Any) -> Callable[[torch.Tensor], None]:
+        """Puts a number there; what is returned puts a tensor back, unless there is another."""
+        if self.kind == "item":
+            holder[self.key] = value
+        elif self.kind == "attribute":
+            setattr(holder, self.key, value)
+        else:  # only tensors may be buffers
+            order = list(holder._buffers)
+            del holder._buffers[self.key]
+            holder.__dict__[self.key] = value
+
+        def back(t: torch.Tensor) -> None:
+            try:
+                if self.get(holder) is not value:
+                    return
+            except (LookupError, AttributeError):
+                return
+            if self.kind == "item":
+                holder[self.key] = t
+            elif self.kind == "attribute":
+                setattr(holder, self.key, t)
+            else:
+                del holder.__dict__[self.key]
+                now = {**holder._buffers, self.key: t}
+                holder._buffers.clear()
+                holder._buffers.update({k: now.pop(k) for k in order if k in now} | now)
+
+        return back
+
+
+def _place(source: Any) -> _Place | None:
+    base = getattr(source, "base", None)
+    if base is None:
+        local = getattr(source, "local_name", None)
+        return None if local is None else _Place(f"L[{local!r}]", None, local)
+    key = getattr(source, "member", getattr(source, "index", None))
+    if type(key) not in (int, str):
+        return None
+    kind = "attribute" if hasattr(source, "member") else "item"
+    name = source_name(source)
+    if getattr(base, "member", None) == "_buffers":
+        base, kind = base.base, "buffer"
+        name = f"{source_name(base)}.{key}"
+    return _Place(name, compile(source_name(base), "<source>", "eval"), key, kind)
+
+
+def _fits(t: Any) -> bool:
+    """An int tensor of one element with memory of its own: no other tensor shows what it holds."""
+    return (
+        isinstance(t, torch.Tensor)
+        and t.dtype in (torch.int32, torch.int64)
+        and t.numel() == 1
+        and t.layout is torch.strided
+        and not is_traceable_wrapper_subclass(t)
+        and t._base is None
+        and t.untyped_storage().nbytes() == t.element_size()
+        and alone(t)
+    )
+
+
+def _version(t: torch.Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+class HostNumbers:
+    """Those of one compiled model."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, _Place] = {}
+        self._reads: dict[str, Any] = {}  # sources of inputs that a trace read
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Notes which inputs are read, and follows tensors that a model makes from numbers."""
+        self._reads = {}
+        read = fake_impls.op_implementations_dict[_READ]
+        limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+
+        def noted(mode: Any, func: Any, arg: Any) -> Any:
+            env = getattr(mode, "shape_env", None)
+            for tracked in getattr(env, "tracked_fakes", None) or ():
+                if tracked.fake is arg and _translating():
+                    self._reads.setdefault(source_name(tracked.source), tracked.source)
+            return read(mode, func, arg)
+
+        fake_impls.op_implementations_dict[_READ] = noted
+        fake_tensor.CONSTANT_NUMEL_LIMIT = _SMALL
+        try:
+            yield
+        finally:
+            fake_impls.op_implementations_dict[_READ] = read
+            fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+
+    @staticmethod
+    @contextmanager
+    def traced() -> Iterator[None]:
+        """The model is traced: its graph is dealt with as ever."""
+        limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1
+        try:
+            yield
+        finally:
+            fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+
+    def learn(self, scope: dict[str, Any]) -> list[str]:
+        """Sources, read by the trace that has just failed, whose tensors are numbers from now on;
+        none where a tensor that was read cannot be one."""
+        reads, self._reads = self._reads, {}
+        found = {}
+        for name, source in reads.items():
+            place = _place(source)
+            if place is None or name in self.places:
+                return []
+            try:
+                holder = place.find(scope)
+                t = place.get(holder)
+            except (LookupError, AttributeError, TypeError, NameError):
+                return []
+            if isinstance(t, (int, float)):
+                continue  # Dynamo's own way with a float
+            if isinstance(holder, tuple) or not _fits(t):
+                return []
+            found[name] = place
+        if found:
+            _types_are_not_asked()
+        self.places.update(found)
+        return list(found)
+
+    def forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self.places[name]
+
+    def unseen(self) -> None:
+        """Tensors may have been written without a count: read them again."""
+        for place in self.places.values():
+            place.tensor = None
+
+    def also(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise NotANumber if a graph takes memory as a tensor that is a number in this call."""
+        held = {
+            p.tensor.data_ptr()
+            for p in self.places.values()
+            if p.number is not None and p.tensor is not None
+        }
+        if held and any(t.data_ptr() in held for t in tensors):
+            raise NotANumber("HostNumber: the tensor comes in by another way, too")
+
+    def values(self) -> dict[str, int]:
+        """Dynamo's names of the numbers that are in place, and their values."""
+        held = [(p.source, p.number) for p in self.places.values() if p.number is not None]
+        return {f"{source}.value": number.value for source, number in held}
+
+    def call(self, scope: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """``call()`` with numbers where the tensors are, and its result with tensors.
+
+        ``scope``: ``L`` the arguments by name, a dict that is written to, and ``G`` the globals.
+        """
+        numbers: dict[int, tuple[HostNumber, torch.Tensor, int]] = {}
+        swapped: list[tuple[_Place, HostNumber, torch.Tensor, Callable[..., None]]] = []
+        try:
+            for place in self.places.values():
+                try:
+                    holder = place.find(scope)
+                    t = place.get(holder)
+                except (LookupError, AttributeError, TypeError):
+                    continue  # it is not there in this call
+                known = numbers.get(id(t))
+                if known is None:
+                    if not _fits(t):
+                        continue
+                    number = self._read(place, t)
+                    numbers[id(t)] = known = number, t, number.value
+                place.number, place.tensor = known[0], t
+                swapped.append((place, known[0], t, place.put(holder, known[0])))
+            out = call()
+        finally:
+            for place, _, t, back in swapped:
+                back(t)
+                place.number = None
+            with torch.no_grad():
+                for number, t, before in numbers.values():
+                    if number.value != before:
+                        t.fill_(number.value)
+            for place, number, t, _ in swapped:
+                place.version, place.known = _version(t), number.value
+        return _tensors(out, {id(n): t for n, t, _ in numbers.values()}) if numbers else out
+
+    @staticmethod
+    def _read(place: _Place, t: torch.Tensor) -> HostNumber:
+        known = place.tensor is t and place.version is not None and place.version == t._version
+        return HostNumber(place.known if known else int(t.item()), t.dim())
+
+
+def _translating() -> bool:
+    try:
+        return InstructionTranslator.current_tx() is not None
+    except AttributeError:
+        return False
+
+
+def _tensors(out: Any, known: dict[int, torch.Tensor]) -> Any:
+    """``out`` with tensors for numbers; lists and dicts stay the same objects."""
+    if isinstance(out, HostNumber):
+        return known[id(out)]
+    if isinstance(out, (list, dict)):
+        for key, x in out.items() if isinstance(out, dict) else enumerate(out):
+            new = _tensors(x, known)
+            if new is not x:
+                out[key] = new
+    elif isinstance(out, tuple):
+        items = [_tensors(x, known) for x in out]
+        if any(a is not b for a, b in zip(items, out, strict=True)):
+            return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
+    return out
+
+
+__all__ = ["HostNumber", "HostNumbers", "NotANumber"]

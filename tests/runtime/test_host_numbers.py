@@ -1,0 +1,354 @@
+"""Ends of caches that the program keeps in tensors and reads with ``.item()``."""
+
+# mypy: no-check-untyped-defs, allow-untyped-defs
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rtc
+from tests.runtime.test_settled import DIM, HEADS, REPLAY, WIDTH, N, attend, rope, table
+
+pytestmark = pytest.mark.usefixtures("fresh")
+PLAIN = rtc.Options(lowering="eager", warn=False)
+
+
+def long(n, shape=(1,)):
+    return torch.full(shape, n, dtype=torch.long)
+
+
+class Layer(nn.Module):
+    """As published models keep a rolling cache: two tensors with the ends, sizes from a tensor."""
+
+    def __init__(self, window=4, sink=1):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM).double(), nn.Linear(DIM, DIM).double()
+        self.window, self.sink = window * N, sink * N
+
+    def forward(self, x, grid, freqs, kv, start):
+        n = x.shape[1]
+        q, k, v = self.qkv(x).view(1, n, 3, HEADS, WIDTH).unbind(2)
+        ((f, h, w),) = grid.tolist()
+        frame = start // (grid[0][1:].prod()).item()
+        turn = freqs[frame : frame + f].repeat_interleave(h * w, 0)
+        q, k = rope(q, turn), rope(k, turn)
+        end, size = start + n, kv["k"].shape[1]
+        if end > kv["seen"].item() and n + kv["last"].item() > size:
+            gone = n + kv["last"].item() - size
+            kept = kv["last"].item() - gone - self.sink
+            for c in (kv["k"], kv["v"]):
+                c[:, self.sink : self.sink + kept] = c[
+                    :, self.sink + gone : self.sink + gone + kept
+                ].clone()
+            last = kv["last"].item() + end - kv["seen"].item() - gone
+        else:
+            last = kv["last"].item() + end - kv["seen"].item()
+        kv["k"][:, last - n : last] = k
+        kv["v"][:, last - n : last] = v
+        first = max(0, last - self.window)
+        y = attend(q, kv["k"][:, first:last], kv["v"][:, first:last])
+        kv["seen"].fill_(end)
+        kv["last"].fill_(last)
+        return x + self.o(y)
+
+
+class Rolling(nn.Module):
+    def __init__(self, layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.register_buffer("freqs", table(200))
+
+    def forward(self, xs, caches, start):
+        grid = torch.stack([torch.tensor([1, 1, x.shape[0]], dtype=torch.long) for x in xs])
+        x = torch.stack(xs)
+        for layer, kv in zip(self.layers, caches, strict=True):
+            x = layer(x, grid, self.freqs, kv, start)
+        return x
+
+    def session(self, slots=4 * N):
+        shape = (1, slots, HEADS, WIDTH)
+        return [
+            {"k": torch.zeros(shape).double(), "v": torch.zeros(shape).double(), "seen": long(0),
+             "last": long(0)}
+            for _ in self.layers
+        ]  # fmt: skip
+
+
+def alike(a, b):
+    for one, other in zip(a, b, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [PLAIN, REPLAY], ids=["plain", "replay"])
+def test_published_rolling_cache_becomes_a_ring(options):
+    model = Rolling()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=options)
+    mine, its = model.session(), model.session()
+    tensors = [kv["last"] for kv in mine]
+    for frame in range(14):
+        for _ in range(3):  # denoising, at one place
+            x = [torch.randn(N, DIM).double()]
+            torch.testing.assert_close(
+                compiled(x, mine, frame * N), eager(x, its, frame * N), rtol=1e-9, atol=1e-9
+            )
+            assert all(kv["last"] is t for kv, t in zip(mine, tensors, strict=True))
+            assert [int(kv["last"]) for kv in mine] == [int(kv["last"]) for kv in its]
+    report = compiled.report().to_dict()
+    passes = {p["name"]: p for p in report["graphs"][-1]["passes"]}
+    assert passes["ring_cache"]["applied"] == 4
+    assert report["runtime"]["plain_calls"] == 0
+    assert any("L['caches'][0]['last']" in note for note in report["runtime"]["notes"])
+    compiled.materialize()
+    alike(mine, its)
+
+
+def test_numbers_written_between_calls_are_read_again():
+    model = Rolling(1)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    mine, its = model.session(), model.session()
+
+    def step(frame):
+        x = [torch.randn(N, DIM).double()]
+        torch.testing.assert_close(
+            compiled(x, mine, frame * N), eager(x, its, frame * N), rtol=1e-9, atol=1e-9
+        )
+
+    for frame in range(10):
+        step(frame)
+    for kv in (*mine, *its):  # a cut: the session begins anew, as published pipelines do it
+        kv["seen"].zero_()
+        kv["last"] = long(0)
+    for frame in range(10):
+        step(frame)
+    for kv in (*mine, *its):  # unseen, and said
+        kv["seen"].data.fill_(0)
+        kv["last"].data.fill_(0)
+    compiled.invalidate()
+    for frame in range(10):
+        step(frame)
+    mine, its = model.session(), model.session()  # another session
+    for frame in range(3):
+        step(frame)
+    alike(mine, its)
+
+
+class Counter(nn.Module):
+    """A buffer that counts, in the way that ``count`` says."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+        self.register_buffer("at", long(0, ()))
+        self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+    def forward(self, x):
+        at = self.at.item()
+        k = torch.cat((self.k[:, 2:], x * (at + 1)), 1)
+        self.k.copy_(k)
+        return self.count(self, x, at) + k.sum(1)
+
+
+def filled(self, x, at):
+    self.at.fill_(at + 2)
+    return x.sum()
+
+
+def added(self, x, at):
+    self.at.add_(2)
+    self.at.sub_(1)
+    return x.sum() * int(self.at)
+
+
+def listed(self, x, at):
+    self.at.zero_()
+    self.at.fill_(at + self.at.tolist() + 3)
+    return x.sum()
+
+
+@pytest.mark.parametrize("count", [filled, added, listed])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_buffer_that_counts(count, inference):
+    with torch.inference_mode(inference):
+        model = Counter(count)
+        eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+        for i in range(8):
+            x = torch.randn(1, 2, 4).double()
+            torch.testing.assert_close(compiled(x), eager(x), rtol=1e-9, atol=1e-9)
+            assert int(model.at) == int(eager.at)
+            if i == 5:
+                model.at += 7
+                eager.at += 7
+    assert isinstance(model.at, torch.Tensor)
+
+
+def compared(self, x, at):
+    return x.sum() * (self.at == 3)
+
+
+def asked(self, x, at):
+    return x.sum() if isinstance(self.at, torch.Tensor) else x.sum() * 2
+
+
+def asked_torch(self, x, at):
+    return x.sum() if torch.is_tensor(self.at) else x.sum() * 2
+
+
+def asked_type(self, x, at):
+    return x.sum() if type(self.at) is torch.Tensor else x.sum() * 2
+
+
+def asked_attribute(self, x, at):
+    return x.sum() if hasattr(self.at, "device") else x.sum() * 2
+
+
+def asked_other(self, x, at):
+    return x.sum() if getattr(self.at, "device", None) is not None else x.sum() * 2
+
+
+def multiplied(self, x, at):
+    return x.sum() * self.at
+
+
+def indexed(self, x, at):
+    return x[:, self.at * 0].sum()
+
+
+def halves(self, x, at):
+    self.at.fill_(2.5)
+    return x.sum()
+
+
+def copied(self, x, at):
+    self.at.copy_(x.sum())
+    return x.sum()
+
+
+def inverted(self, x, at):
+    return x.sum() * ~self.at
+
+
+def truth(self, x, at):
+    return x.sum() if self.at else x.sum() * 2
+
+
+def hashed(self, x, at):
+    return x.sum() * ({long(0): 1.0}.get(self.at, 2.0))
+
+
+USES = [compared, asked, asked_torch, asked_type, asked_attribute, asked_other, multiplied, indexed,
+        halves, copied, inverted, truth]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_tensor_that_is_more_than_a_number_is_refused(use):
+    """None of these may take another way for a number than for the tensor."""
+    model = Counter(use)
+    with pytest.raises(rtc.HostSyncError, match=r"test_host_numbers\.py:"):
+        rtc.compile(model, options=PLAIN)(torch.ones(1, 2, 4).double())
+    assert isinstance(model.at, torch.Tensor)
+    assert int(model.at) == 0
+
+
+class Twice(nn.Module):
+    """The same memory by two ways: one reads it on the host, the other on the device."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.second = second
+        self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+    def forward(self, x, first, second):
+        first.fill_(first.item() + 1)
+        self.k.copy_(torch.cat((self.k[:, 2:], x), 1))
+        return self.k.sum() * second
+
+
+@pytest.mark.parametrize(
+    "other", [lambda t: t, lambda t: t.view(()), lambda t: t.detach(), lambda t: t.unsqueeze(0)]
+)
+def test_memory_that_comes_in_twice_is_refused(other):
+    at = long(0)
+    model = Twice(None)
+    second = other(at)
+    with pytest.raises(rtc.HostSyncError):
+        rtc.compile(model, options=PLAIN)(torch.ones(1, 2, 4).double(), at, second)
+    assert int(at) == 0
+
+
+def test_a_number_as_an_argument_and_in_the_result():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+        def forward(self, x, at, *, more):
+            self.k.copy_(torch.cat((self.k[:, 2:], x * at.item()), 1))
+            more["n"].add_(at.item())
+            return self.k.sum(), {"n": more["n"], "all": more}
+
+    model = Model()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    mine, its = {"n": long(0)}, {"n": long(0)}
+    for i in range(6):
+        x = torch.randn(1, 2, 4).double()
+        a, b = compiled(x, long(i), more=mine), eager(x, long(i), more=its)
+        torch.testing.assert_close(a[0], b[0], rtol=1e-9, atol=1e-9)
+        assert a[1]["n"] is mine["n"]
+        assert a[1]["all"] is mine
+        assert int(mine["n"]) == int(its["n"])
+
+
+def test_one_tensor_in_two_places_is_one_number():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+        def forward(self, x, a, b):
+            a["n"].add_(1)
+            self.k.copy_(torch.cat((self.k[:, 2:], x * b["n"].item()), 1))
+            b["n"].add_(a["n"].item())
+            return self.k.sum()
+
+    model = Model()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    n, m = long(0), long(0)
+    for _ in range(5):
+        x = torch.randn(1, 2, 4).double()
+        torch.testing.assert_close(
+            compiled(x, {"n": n}, {"n": n}), eager(x, {"n": m}, {"n": m}), rtol=1e-9, atol=1e-9
+        )
+        assert int(n) == int(m)
+    for _ in range(5):  # and two tensors are two
+        x = torch.randn(1, 2, 4).double()
+        a, b = long(3), long(4)
+        c, d = long(3), long(4)
+        torch.testing.assert_close(
+            compiled(x, {"n": a}, {"n": b}), eager(x, {"n": c}, {"n": d}), rtol=1e-9, atol=1e-9
+        )
+        assert (int(a), int(b)) == (int(c), int(d))
+
+
+def test_a_failing_call_leaves_the_tensors():
+    model = Rolling(1)
+    compiled = rtc.compile(model, options=PLAIN)
+    mine = model.session()
+    compiled([torch.randn(N, DIM).double()], mine, 0)
+    with pytest.raises(RuntimeError, match=r"shape|size|mat"):
+        compiled([torch.randn(N, DIM + 1).double()], mine, N)
+    assert int(mine[0]["last"]) == N
+    assert isinstance(mine[0]["last"], torch.Tensor)
+    compiled([torch.randn(N, DIM).double()], mine, N)
+    assert int(mine[0]["last"]) == 2 * N
+
+
+def test_explain_counts_numbers_too():
+    model = Rolling(1)
+    mine = model.session()
+    report = rtc.explain(model, [torch.randn(N, DIM).double()], mine, 0, options=PLAIN)
+    assert len(report.to_dict()["graphs"]) == 1
+    assert isinstance(mine[0]["last"], torch.Tensor)
