@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import rtc
-from rtc import backend
+from rtc import attention_calls, backend
 from rtc.passes import pipeline, ring_cache
 from rtc.passes.analysis.host import Deps, InputInfo
 from rtc.passes.analysis.order import OrderAnalysis
@@ -284,7 +284,7 @@ def writes_lost(original):
     return broken
 
 
-@mutant(backend, "show_attention")
+@mutant(attention_calls, "show")
 def scale_lost(original):
     """Attention forgets the scale when it becomes SDPA again."""
 

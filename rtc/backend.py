@@ -14,18 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rtc import constants, dtensor, exchanges, region_ops, regions
+from rtc import (
+    attention_calls,
+    constants,
+    dtensor,
+    exchanges,
+    for_inductor,
+    region_ops,
+    regions,
+)  # fmt: skip
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
 from rtc.inputs import described, named, parts
-from rtc.kernels import attention as _attention  # registers the op
 from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
@@ -114,7 +120,7 @@ class Compiler:
             report.starts(self.called)
             report.ends("dynamo")
         _refuse_host_reads(gm)
-        hide_attention(gm)
+        attention_calls.hide(gm)
         dtensor.prepare(gm)
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
         sources = [s for n in places for s in parts(*named(n))]
@@ -223,7 +229,7 @@ class Compiler:
         if loose:
             why = f"Inductor would not keep {loose[0]} in its place: {whole}"
             report.notes.append(f"runs op by op: {why}")
-            show_attention(new)
+            attention_calls.show(new)
             run = _boxed(new)
         else:
             run = self._lower(new, [*fakes, *cuts, *extras], report, constant)
@@ -233,7 +239,7 @@ class Compiler:
         def fallback(args: list[Any]) -> Any:
             # the untouched graph, op by op: rare calls only, so it is not worth a compile
             if not lowered:
-                show_attention(plain)
+                attention_calls.show(plain)
                 lowered.append(_boxed(regions.early_writes(plain)))
             return lowered[0](args)
 
@@ -242,7 +248,7 @@ class Compiler:
         ) -> tuple[Any, dict[str, torch.Tensor]]:
             """The graph as traced; values of some nodes, and largest sizes a head of others."""
             whole = result.traced or plain
-            show_attention(whole)
+            attention_calls.show(whole)
             regions.early_writes(whole)
             watch = _Watch(whole, set(names), set(queries))
             taken = sum(n.op == "placeholder" for n in whole.graph.nodes)
@@ -366,7 +372,7 @@ class Compiler:
                 report.regions["constants"] = len(split.fakes)
                 return WithConstants(program, make, split.where, lambda: self.session.epoch)
             report.notes.append(f"compiled as a whole: {why}")
-        show_attention(gm)
+        attention_calls.show(gm)
         return self._lower_one(gm, fakes)
 
     def _lower_one(self, gm: fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:
@@ -374,6 +380,7 @@ class Compiler:
             return _boxed(gm)
         from torch._inductor.compile_fx import compile_fx
 
+        for_inductor.spell(gm)
         with torch._inductor.config.patch(dict(self.options.inductor)):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
@@ -466,62 +473,6 @@ def rtc(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
 # -- graph preparation -----------------------------------------------------------------------------
 
 
-def hide_attention(gm: fx.GraphModule) -> None:
-    """SDPA calls of a Dynamo graph become the opaque op, where their arguments allow."""
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
-            continue
-        names = (
-            "query",
-            "key",
-            "value",
-            "attn_mask",
-            "dropout_p",
-            "is_causal",
-            "scale",
-            "enable_gqa",
-        )
-        bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if bound.get("dropout_p", 0.0) != 0.0:
-            continue
-        with gm.graph.inserting_before(node):
-            new = gm.graph.call_function(
-                torch.ops.rtc.attention.default,
-                (
-                    bound["query"],
-                    bound["key"],
-                    bound["value"],
-                    bound.get("attn_mask"),
-                    bound.get("is_causal", False),
-                    bound.get("scale"),
-                    bound.get("enable_gqa", False),
-                ),
-            )
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
-    gm.recompile()
-
-
-def show_attention(gm: fx.GraphModule) -> None:
-    """The opaque op becomes SDPA again, for the device to lower as it knows best."""
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.rtc.attention.default:
-            q, k, v, mask, causal, scale, gqa = node.args
-            kwargs = {"scale": scale, "enable_gqa": gqa}
-            with gm.graph.inserting_before(node):
-                new = gm.graph.call_function(
-                    aten.scaled_dot_product_attention.default, (q, k, v, mask, 0.0, causal), kwargs
-                )
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            gm.graph.erase_node(node)
-        elif node.op == "call_function" and node.target is aten.view.default:
-            # strides differ where a view stands in for a cache
-            node.target = aten.reshape.default
-    gm.recompile()
-
-
 def _refuse_host_reads(gm: fx.GraphModule) -> None:
     for node in reversed(gm.graph.nodes):
         if _python_number(node):
@@ -581,4 +532,3 @@ def _sizes_below(node: fx.Node) -> set[Any]:
 
 
 __all__ = ["Compiler", "rtc"]
-_ = _attention

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -17,6 +19,13 @@ from rtc.backend import GRAPHS, TOO_MANY, Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
 from rtc.host_numbers import NotANumber
 
+# What a model says in a call is left out: a replayed step would not say it again either.
+_LOGGING: set[Any] = {print, warnings.warn} | {
+    getattr(of, name)
+    for of in (logging, logging.Logger)
+    for name in ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+    if hasattr(of, name)
+}
 _ENTRIES = 16 * GRAPHS  # of Dynamo: those of models traced before stay with the code
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
@@ -93,10 +102,14 @@ class Caller:
                     if new := numbers.learn(self._scope(args, kwargs)[0]):
                         learned += new
                         continue
+                    if self.compiler.static is None:
+                        # a tensor made from sizes: it can be followed where they are numbers
+                        self.compiler.static = self._ints(args, kwargs)
+                        continue
                 if learned and not ran:
                     numbers.forget(learned)
                     assert first is not None
-                    raise first from (None if read else e)
+                    raise (read or first) from (None if read else e)
                 if read is not None:
                     raise read from None
                 if numbers.places and not ran and "HostNumber" in str(e):
@@ -121,6 +134,13 @@ class Caller:
                 return call(*args, **kwargs)
             with torch.no_grad():
                 return call(*args, **kwargs)
+
+    def _ints(self, args: Any, kwargs: Any) -> tuple[str, ...]:
+        ints = _int_sources(self.signature, args, kwargs)
+        return (
+            *ints,
+            *(f"{place.source}.value" for place in self.compiler.numbers.places.values()),
+        )
 
     def _scope(self, args: Any, kwargs: Any) -> tuple[dict[str, Any], Any]:
         """What Dynamo's names of inputs are expressions over, and the call's arguments."""
@@ -169,6 +189,7 @@ def _capture(
         torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True,
             automatic_dynamic_shapes=static is None,
+            ignore_logging_functions=_LOGGING,
             skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another model
             fail_on_recompile_limit_hit=True,
             # a growth phase has a shape for every length before the window is full

@@ -22,6 +22,7 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._subclasses import fake_impls, fake_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -104,7 +105,8 @@ def _types_are_not_asked() -> None:
     def asks(of: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(of)
         def asked(self: Any, tx: Any, arg: Any, *rest: Any, **kwargs: Any) -> Any:
-            if isinstance(getattr(arg, "value", None), HostNumber):
+            held = isinstance(arg, UserDefinedObjectVariable) and isinstance(arg.value, HostNumber)
+            if held:
                 raise NotANumber("HostNumber: asked for its type")
             return of(self, tx, arg, *rest, **kwargs)
 

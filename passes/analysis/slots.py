@@ -524,6 +524,10 @@ class LocalAnalysis:
         free = len(shape_of(node)) - (2 if a is not None else 1)
         if v.dims != (free,):
             raise NotLocal("the slots are contracted or batched")
+        if node.target is aten.addmm.default:
+            axis = free - 2 + len(shape_of(node.args[0]))  # type: ignore[arg-type]
+            if axis >= 0 and shape_of(node.args[0])[axis] != 1:  # type: ignore[arg-type]
+                raise NotLocal("the bias varies along the slots")
         if not self.host.on_host(other):  # type: ignore[arg-type]
             raise NotLocal(f"it depends on {self.host.why_data(other)}")  # type: ignore[arg-type]
         return self.op(node, v.dims, v.expr, aligned=False)

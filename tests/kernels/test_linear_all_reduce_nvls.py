@@ -200,7 +200,7 @@ def test_order_of_fences_and_flags(tmp_path):
     assert order.count("sys.relaxed.exch") == 2 * world
     # Four waits, for early and late sums and copies: two polls, the error word, and the fence.
     assert order.count("ld.global.sys.acquire") == 8
-    assert order.count("atom.global.gpu.relaxed.exch fence.proxy.alias") == 4
+    assert order.count("atom.global.gpu.relaxed.max fence.proxy.alias") == 4
     (tmp_path / "k.ptx").write_text(ptx)
     cubin = tmp_path / "k.cubin"
     said = subprocess.run(

@@ -2,9 +2,14 @@
 
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
+import copy
+import logging
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import rtc
 
@@ -367,3 +372,38 @@ def test_a_model_that_is_an_argument_has_attributes_like_any_other():
     graph = compiled.report().to_dict()["graphs"][-1]
     passes = {p["name"]: p for p in graph["passes"]}
     assert passes["hoist_rope"]["applied"] == passes["hoist_rope"]["matched"] > 0
+
+
+def test_what_a_model_says_is_left_out(capsys, caplog):
+    """A replayed step would not say it again either."""
+    log = logging.getLogger("model")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+        def forward(self, x, step):
+            print("step", step, f"of {x.shape}", x.shape, self.k)
+            log.warning("step %d", step)
+            logging.error("step %d", step)
+            warnings.warn("step", stacklevel=2)
+            self.k.copy_(torch.cat((self.k[:, 2:], x), 1))
+            return self.k * step
+
+    model = Model()
+    eager, compiled = (
+        copy.deepcopy(model),
+        rtc.compile(model, options=rtc.Options(lowering="eager")),
+    )
+    for step in range(4):
+        x = torch.randn(1, 2, 4).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = compiled(x, step)
+        assert not capsys.readouterr().out
+        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+        with pytest.warns(UserWarning, match="step"):
+            torch.testing.assert_close(got, eager(x, step), rtol=1e-9, atol=1e-9)
+        caplog.clear()
+        capsys.readouterr()

@@ -351,3 +351,32 @@ def test_two_models_in_two_threads(monkeypatch):
     for t in threads:
         t.join()
     assert not wrong
+
+
+class BiasBySlot(torch.nn.Module):
+    """Keys projected with a bias that goes by place: ``addmm`` took it for the same in all slots."""
+
+    def __init__(self, rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.new = torch.nn.Linear(8, 16).double()
+        self.register_buffer("place", torch.randn(rows, 8).double())
+        self.register_buffer("w", torch.randn(8, 8).double())
+        for name in "kv":
+            self.register_buffer(name, torch.randn(12, 8).double())
+
+    def forward(self, x, step):
+        for cache, new in zip((self.k, self.v), self.new(x).chunk(2, -1), strict=True):
+            cache.copy_(torch.cat([cache[3:], new]))
+        keys = torch.addmm(self.place, self.k, self.w)
+        return torch.softmax(x @ keys.t(), -1) @ self.v
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+def test_a_bias_that_varies_along_the_slots(rows):
+    model = BiasBySlot(rows)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    with torch.no_grad():
+        for step in range(10):
+            y = torch.randn(3, 8).double()
+            torch.testing.assert_close(compiled(y, step), eager(y, step))

@@ -136,6 +136,37 @@ def test_numbers_written_between_calls_are_read_again():
     alike(mine, its)
 
 
+def test_frames_that_change_in_number_are_numbers_still():
+    """The first chunk is one frame, the others are three: sizes that a tensor is made from."""
+
+    class Frames(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("freqs", table(200))
+            self.register_buffer("k", torch.zeros(1, 6 * N, HEADS, WIDTH).double())
+
+        def forward(self, xs, start):
+            grid = torch.stack([torch.tensor(x.shape[:2], dtype=torch.long) for x in xs])
+            x = torch.stack(xs).flatten(1, 2)
+            ((f, n),) = grid.tolist()
+            turn = self.freqs[start // N : start // N + f].repeat_interleave(n, 0)
+            k = rope(x.view(1, f * n, HEADS, WIDTH), turn)
+            self.k.copy_(torch.cat((self.k[:, f * n :], k), 1))
+            return attend(k, self.k, self.k)
+
+    model = Frames()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    start = 0
+    for frames in (1, 3, 3, 3, 3, 3, 1, 3, 3, 2, 3, 3):
+        x = [torch.randn(frames, N, DIM).double()]
+        torch.testing.assert_close(compiled(x, start), eager(x, start), rtol=1e-9, atol=1e-9)
+        start += frames * N
+    compiled.materialize()
+    torch.testing.assert_close(model.k, eager.k, rtol=1e-9, atol=1e-9)
+    passes = {p["name"]: p for p in compiled.report().to_dict()["graphs"][-1]["passes"]}
+    assert passes["ring_cache"]["applied"] == 1
+
+
 class Counter(nn.Module):
     """A buffer that counts, in the way that ``count`` says."""
 

@@ -123,7 +123,7 @@ def test_what_returns_the_model_returns_the_compiled_one():
     assert not twin.training
 
 
-@pytest.mark.parametrize("limit", ["rtc.backend.GRAPHS", "rtc.compiled._ENTRIES"])
+@pytest.mark.parametrize("limit", ["rtc.backend.GRAPHS", "rtc.capture._ENTRIES"])
 def test_what_changes_in_every_call_and_is_compiled_for(monkeypatch, limit):
     monkeypatch.setattr(limit, 3)
 
