@@ -129,7 +129,8 @@ class Rewriter:
             return  # nothing was rewritten: the graph stays as it is
         outputs = list(self._output.args[0])  # type: ignore[arg-type]
         for i, out in enumerate(outputs):
-            known = isinstance(out, fx.Node) and host.on_host(out)
+            # what the rewriter made (a read of a cache) has no entry there, and is no number
+            known = isinstance(out, fx.Node) and Deps.DATA not in host.deps.get(out, Deps.DATA)
             if known and isinstance(out.meta["val"], (int, torch.SymInt)):
                 self.out.ints[i], outputs[i] = out, None
         self._output.args = (tuple(outputs),)

@@ -380,3 +380,31 @@ def test_a_bias_that_varies_along_the_slots(rows):
         for step in range(10):
             y = torch.randn(3, 8).double()
             torch.testing.assert_close(compiled(y, step), eager(y, step))
+
+
+class Shown(Base):
+    """Returns the keys that it attends to, as they are kept or with their rotation."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.turned = turned
+
+    def forward(self, x, step):
+        q, k, v = self.new(x)
+        self.write(k, v)
+        at = torch.arange(14) + 2 * step
+        keys = rope(self.k, at)
+        y = F.scaled_dot_product_attention(rope(q, at[-x.shape[1] :]), keys, self.v)
+        return y, keys if self.turned else self.k.clone()
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("more", [{"step_graph": "simulate"}, {"regions": "on"}])
+def test_keys_that_are_returned(turned, more):
+    model = Shown(turned)
+    options = rtc.Options(lowering="eager", warn=False, **more)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=options)
+    with torch.no_grad():
+        for step in range(12):
+            for got, want in zip(compiled(x(step), step), eager(x(step), step), strict=True):
+                torch.testing.assert_close(got, want)
