@@ -392,9 +392,10 @@ class Shown(Base):
     def forward(self, x, step):
         q, k, v = self.new(x)
         self.write(k, v)
-        at = torch.arange(14) + 2 * step
-        keys = rope(self.k, at)
-        y = F.scaled_dot_product_attention(rope(q, at[-x.shape[1] :]), keys, self.v)
+        at = (torch.arange(14) + 2 * step).double()
+        keys = rope(self.k, at, self.freq)
+        q = rope(q, at[-x.shape[1] :], self.freq)
+        y = F.scaled_dot_product_attention(q, keys, self.v)
         return y, keys if self.turned else self.k.clone()
 
 
