@@ -13,12 +13,15 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
 from rtc.backend import GRAPHS, TOO_MANY, Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
 from rtc.host_numbers import NotANumber
 
+_COMPILE = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 # What a model says in a call is left out: a replayed step would not say it again either.
 _LOGGING: set[Any] = {print, warnings.warn} | {
     getattr(of, name)
@@ -63,6 +66,9 @@ class Caller:
     def __init__(self, model: Callable[..., Any], compiler: Compiler) -> None:
         self.model, self.compiler = model, compiler
         self.signature = _signature(model)
+        forward = model.forward if isinstance(model, torch.nn.Module) else model
+        functions = (forward, inspect.unwrap(forward))
+        self.codes = {f.__code__ for f in functions if hasattr(f, "__code__")}
 
     def __call__(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,6 +135,8 @@ class Caller:
         return numbers.call(scope, lambda: self._once(call, bound.args, bound.kwargs))
 
     def _once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        for code in self.codes:  # torch.compile may have given them up: graph breaks in a loop
+            set_code_exec_strategy(code, _COMPILE)
         with _capture(self.signature, args, kwargs, self.compiler):
             if torch.is_inference_mode_enabled():
                 return call(*args, **kwargs)

@@ -407,3 +407,33 @@ def test_what_a_model_says_is_left_out(capsys, caplog):
             torch.testing.assert_close(got, eager(x, step), rtol=1e-9, atol=1e-9)
         caplog.clear()
         capsys.readouterr()
+
+
+def test_a_model_that_torch_compile_gave_up():
+    """A graph break in a loop makes torch.compile skip the function for good, in every compiler."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(2))
+            self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+        def forward(self, x, kv):
+            more = [torch.tensor(3.0).double() for _ in range(2)]
+            for layer in self.layers:
+                x = layer(x) + (1 if kv["n"].item() > 3 else 0)
+            self.k.copy_(torch.cat((self.k[:, 2:], x), 1))
+            kv["n"].add_(1)
+            return self.k * more[0]
+
+    model = Model()
+    eager, stock = copy.deepcopy(model), torch.compile(copy.deepcopy(model), backend="eager")
+    compiled = rtc.compile(model, options=rtc.Options(lowering="eager"))
+    caches = [{"n": torch.tensor(0)} for _ in range(3)]
+    for _ in range(8):
+        given = torch.randn(1, 2, 4).double()
+        with torch.no_grad():
+            want = eager(given, caches[0])
+            torch.testing.assert_close(stock(given, caches[1]), want, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(compiled(given, caches[2]), want, rtol=1e-9, atol=1e-9)
+    assert graphs(compiled) <= 2
