@@ -288,8 +288,7 @@ class CohortState:
             self.view_place.content[:] = -1
         for c in self.classes.values():
             c.invalidate()
-        self.scales = None
-        self.queries.clear()
+        self.forget_scales()
         self.counters.imports += 1
 
     def _check_untouched(self) -> None:
@@ -343,17 +342,24 @@ class CohortState:
     # -- constants -----------------------------------------------------------------------------
 
     def check_consts(self, stamps: list[Stamp]) -> None:
-        """Constants of the session that entered the views: if one changed, so did every view."""
+        """Constants of the session that entered the views: if one changed, so did every view, and
+        what was the largest in it."""
         have = stamps if self.consts is None else self.consts
         if len(have) != len(stamps) or not all(map(Stamp.same, have, stamps)):
             self.drop_views()
+            self.forget_scales()
         self.consts = stamps
 
     def check_tables(self, stamps: Mapping[str, Stamp]) -> None:
         """Constants that tables are made from: keys of rows mean nothing once they changed."""
         if any(k in self.tables and not self.tables[k].same(v) for k, v in stamps.items()):
             self.drop_views()
+            self.forget_scales()
         self.tables.update(stamps)
+
+    def forget_scales(self) -> None:
+        self.scales = None
+        self.queries.clear()
 
     def drop_views(self) -> None:
         self.changes += 1

@@ -87,3 +87,48 @@ def test_a_graph_uses_scales_of_its_own(kind, first):
             want = model(x, step, mode)
             assert (compiled(x, step, mode) - want).norm() < 0.1 * want.norm()
     assert compiled.report().to_dict()["runtime"]["plain_calls"] == 0
+
+
+class Normed(Model):
+    """Keys are normed when read: the largest of them goes with the norm's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def rope(self, x, positions):
+        return self.norm(x)
+
+
+def far(got, want):
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def test_scales_go_with_the_weights_behind_the_cache():
+    model = Normed()
+    eager = copy.deepcopy(model)
+    options = rtc.Options(quantize="calibrated", lowering="eager", warn=False)
+    compiled = rtc.compile(model, options=options)
+    with torch.no_grad():
+        for step in range(16):
+            if step in (6, 11):  # LoRA comes, and goes
+                for m in (model, eager):
+                    m.norm.weight.mul_(8 if step == 6 else 1 / 8)
+            x = torch.randn(1, N, 32)
+            assert far(compiled(x, step), eager(x, step)) < 0.1, step
+    assert compiled.report().to_dict()["runtime"]["saturated_values"] == 0
+
+
+def test_two_models_with_other_weights_over_one_cache():
+    """Dynamo has the same names for the weights of both."""
+    first, second = Normed(), Normed()
+    with torch.no_grad():
+        second.norm.weight.mul_(8)
+    second.k, second.v = first.k, first.v
+    eager = copy.deepcopy([first, second])
+    options = rtc.Options(quantize="calibrated", lowering="eager", warn=False)
+    both = [rtc.compile(m, options=options) for m in (first, second)]
+    with torch.no_grad():
+        for step in range(12):
+            x = torch.randn(1, N, 32)
+            assert far(both[step % 2](x, step), eager[step % 2](x, step)) < 0.1, step
