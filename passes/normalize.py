@@ -37,6 +37,7 @@ _FILLS = {
 def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     """Normalise ``gm`` in place; the inputs, with parts of stacked caches appended."""
     _fills(gm)
+    _single(gm)
     _conjugates(gm)
     _stores(gm)
     out = list(inputs)
@@ -62,6 +63,24 @@ def _fills(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(node):
             kw = {"dtype": val.dtype, "device": val.device}
             new = gm.graph.call_function(aten.full.default, (list(val.shape), fill), kw)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+
+
+def _single(gm: fx.GraphModule) -> None:
+    """``stack([x])`` and ``cat([x])``: loops over a batch of one end so."""
+    for node in list(gm.graph.nodes):
+        if node.target not in (aten.stack.default, aten.cat.default) or len(node.args[0]) != 1:
+            continue
+        (x,), axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        if x.meta["val"].dtype != node.meta["val"].dtype:
+            continue
+        with gm.graph.inserting_before(node):
+            if node.target is aten.stack.default:
+                new = gm.graph.call_function(aten.unsqueeze.default, (x, axis))
+            else:
+                new = gm.graph.call_function(aten.clone.default, (x,))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)

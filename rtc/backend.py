@@ -381,7 +381,8 @@ class Compiler:
         from torch._inductor.compile_fx import compile_fx
 
         for_inductor.spell(gm)
-        with torch._inductor.config.patch(dict(self.options.inductor)):
+        given = {**for_inductor.settings(gm), **dict(self.options.inductor)}
+        with torch._inductor.config.patch(given):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
 

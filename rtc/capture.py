@@ -22,13 +22,23 @@ from rtc.errors import HostSyncError, RtcError, UnsupportedError
 from rtc.host_numbers import NotANumber
 
 _COMPILE = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+
+
+class _Functions(dict[Any, None]):
+    """A set of functions. torch 2.11 writes its configuration down as JSON, and sorts sets."""
+
+    def items(self) -> Any:
+        return {}.items()
+
+
 # What a model says in a call is left out: a replayed step would not say it again either.
-_LOGGING: set[Any] = {print, warnings.warn} | {
+_LOGGING = _Functions.fromkeys([print, warnings.warn])
+_LOGGING |= dict.fromkeys(
     getattr(of, name)
     for of in (logging, logging.Logger)
     for name in ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
     if hasattr(of, name)
-}
+)
 _ENTRIES = 16 * GRAPHS  # of Dynamo: those of models traced before stay with the code
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')

@@ -36,6 +36,13 @@ def spell(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def settings(gm: fx.GraphModule) -> dict[str, Any]:
+    """Attention that is written out over more than four axes is taken for another's pattern."""
+    soft = gm.graph.find_nodes(op="call_function", target=aten._softmax.default)
+    many = any(_val(n).dim() > 4 for n in soft if isinstance(_val(n), torch.Tensor))
+    return {"pattern_matcher": False} if many else {}
+
+
 def _val(x: Any) -> Any:
     return x.meta.get("val") if isinstance(x, fx.Node) else x
 
@@ -105,4 +112,4 @@ def _flat(graph: fx.Graph, x: Any, count: int) -> fx.Node:
     return graph.call_function(aten.flatten.using_ints, (x, 0, count - 1))
 
 
-__all__ = ["spell"]
+__all__ = ["settings", "spell"]
