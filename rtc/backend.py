@@ -31,7 +31,7 @@ from rtc import (
 )  # fmt: skip
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
-from rtc.inputs import described, named, parts
+from rtc.inputs import described, named, parts, shared_ints
 from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
@@ -92,6 +92,9 @@ class Compiler:
     stale: bool = False  # sizes have settled: the model is to be traced again
     since: int = 0  # graphs that were there when it last was
     numbers: HostNumbers = field(default_factory=HostNumbers)
+    # ints of globals, which Dynamo takes for constants: values seen, and those that changed
+    shared: dict[str, int] = field(default_factory=dict)
+    moving: set[str] = field(default_factory=set)
     quiet: Uncollected = field(default_factory=lambda: Uncollected())
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -119,6 +122,7 @@ class Compiler:
         if self.called is not None:
             report.starts(self.called)
             report.ends("dynamo")
+        self._follow(shared_ints())
         _refuse_host_reads(gm)
         attention_calls.hide(gm)
         dtensor.prepare(gm)
@@ -302,6 +306,13 @@ class Compiler:
             for name, value in values.items():
                 self.fixed[name] = {value}
             raise Specialize(values)
+
+    def _follow(self, ints: dict[str, int]) -> None:
+        """Raise Specialize for ints of globals that are others than in an earlier trace."""
+        moved = {name for name, x in ints.items() if self.shared.setdefault(name, x) != x}
+        if self.fixed is not None and not moved <= self.moving:
+            self.moving |= moved
+            raise Specialize(moved)
 
     def _settle(self, gm: fx.GraphModule, report: GraphReport) -> Watch | None:
         """Hold sizes that are known to have settled as constants; watch those that may yet."""

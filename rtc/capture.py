@@ -201,7 +201,9 @@ def _capture(
     for name in fixed.keys() & ints.keys():
         if len(fixed[name]) < 2:
             fixed[name].add(ints[name])
-    names = ",".join(n for n in {*ints, *(static or ())} if len(fixed.get(n, ())) != 1)
+    names = ",".join(
+        n for n in {*ints, *(static or ()), *compiler.moving} if len(fixed.get(n, ())) != 1
+    )
     with (
         torch.compiler.config.patch(dynamic_sources=names),  # type: ignore[attr-defined]
         torch._dynamo.config.patch(

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import TracingContext
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc.passes.analysis.host import InputInfo
+
+_CONSTANT = ("CONSTANT_MATCH", "EQUALS_MATCH")
 
 
 def named(node: fx.Node) -> tuple[str, Any, bool]:
@@ -28,6 +32,26 @@ def named(node: fx.Node) -> tuple[str, Any, bool]:
 def source_name(source: Any) -> str:
     """How Dynamo calls a place in the user's program: ``L['cache'][0]['k']``."""
     return source.name if isinstance(source.name, str) else source.name()
+
+
+def shared_ints() -> dict[str, int]:
+    """Ints of globals that the trace at hand has as constants, under guards: by Dynamo's names."""
+    found: dict[str, int] = {}
+    context = TracingContext.try_get()
+    if context is None or context.global_context is None:
+        return found
+    scope = getattr(InstructionTranslator.current_tx().output, "global_scope", {})
+    for guard in context.guards_context.dynamo_guards:
+        name = guard.name if isinstance(guard.name, str) else guard.name()
+        if not name.startswith("G[") or guard.create_fn_name() not in _CONSTANT:
+            continue
+        try:
+            value = eval(name, {"G": scope})
+        except Exception:
+            continue
+        if type(value) is int:
+            found[name] = value
+    return found
 
 
 def parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
@@ -71,4 +95,4 @@ def _writes_input(n: fx.Node) -> bool:
     )
 
 
-__all__ = ["described", "named", "parts", "source_name"]
+__all__ = ["described", "named", "parts", "shared_ints", "source_name"]

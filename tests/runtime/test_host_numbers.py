@@ -191,7 +191,7 @@ def filled(self, x, at):
 def added(self, x, at):
     self.at.add_(2)
     self.at.sub_(1)
-    return x.sum() * int(self.at)
+    return x.sum() * self.at.item()
 
 
 def listed(self, x, at):
@@ -214,6 +214,24 @@ def test_a_buffer_that_counts(count, inference):
                 model.at += 7
                 eager.at += 7
     assert isinstance(model.at, torch.Tensor)
+
+
+def whole(self, x, at):
+    return x.sum() * int(self.at)
+
+
+def test_a_buffer_made_an_int():
+    model = Counter(whole)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    x = torch.randn(1, 2, 4).double()
+    if torch.__version__ < "2.13":  # its Dynamo does not follow int()
+        with pytest.raises(rtc.HostSyncError):
+            compiled(x)
+        return
+    for _ in range(4):
+        torch.testing.assert_close(compiled(x), eager(x), rtol=1e-9, atol=1e-9)
+        model.at += 1
+        eager.at += 1
 
 
 def compared(self, x, at):
@@ -268,6 +286,34 @@ def truth(self, x, at):
 
 def hashed(self, x, at):
     return x.sum() * ({long(0): 1.0}.get(self.at, 2.0))
+
+
+SEEN = {"end": 0, "frames": 2}
+
+
+class Shared(nn.Module):
+    """Ends of the cache in a dict of the module's file, as wrappers around a model leave them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(1, 8, 4).double())
+        self.register_buffer("place", torch.randn(100, 4).double())
+
+    def forward(self, x):
+        n = SEEN["frames"]
+        self.k.copy_(torch.cat((self.k[:, n:], x), 1))
+        keys = self.k + self.place[SEEN["end"] : SEEN["end"] + 8]
+        return torch.softmax(x @ keys.transpose(1, 2), -1) @ self.k
+
+
+def test_ints_of_a_global_dict_that_go_on():
+    model = Shared()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    for end in range(80):
+        SEEN["end"] = end
+        x = torch.randn(1, 2, 4).double()
+        torch.testing.assert_close(compiled(x), eager(x), rtol=1e-9, atol=1e-9)
+    assert len(compiled.report().to_dict()["graphs"]) <= 3
 
 
 USES = [compared, asked, asked_torch, asked_type, asked_attribute, asked_other, multiplied, indexed,
