@@ -18,6 +18,7 @@ from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc import (
@@ -49,6 +50,7 @@ from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import Session
 from rtc.runtime.step import Step
 from rtc.settle import Sizes, Watch
+from rtc.small_ints import spelled
 
 aten = torch.ops.aten
 
@@ -493,6 +495,13 @@ def _refuse_host_reads(gm: fx.GraphModule) -> None:
             if type(node.meta.get("example_value")) in (int, float, bool) and not node.users:
                 gm.graph.erase_node(node)  # of a tensor made from numbers: known since the trace
                 continue
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymInt) and not free_unbacked_symbols(value):
+                made = spelled(gm.graph, node, value)  # likewise, of numbers that change
+                if made is not None:
+                    node.replace_all_uses_with(made)
+                    gm.graph.erase_node(node)
+                    continue
             raise HostSyncError(
                 f"{where(node) or node.name}: .{node.target}() reads device data on the host in "
                 "the middle of the step, which stops the host from running ahead. Keep the value "

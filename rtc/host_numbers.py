@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc.inputs import source_name
 from rtc.runtime.guard import alone
+from rtc.small_ints import MOST, SmallInts
 
 _READ = torch.ops.aten._local_scalar_dense.default
-_SMALL = 64  # elements of a tensor made from numbers that is followed while tracing
 
 
 class NotANumber(Exception):
@@ -216,15 +216,26 @@ class HostNumbers:
         read = fake_impls.op_implementations_dict[_READ]
         limit = fake_tensor.CONSTANT_NUMEL_LIMIT
 
+        followed: dict[Any, SmallInts] = {}
+
         def noted(mode: Any, func: Any, arg: Any) -> Any:
+            translator = _translator()
+            if translator is None:
+                return read(mode, func, arg)
             env = getattr(mode, "shape_env", None)
             for tracked in getattr(env, "tracked_fakes", None) or ():
-                if tracked.fake is arg and _translating():
+                if tracked.fake is arg:
                     self._reads.setdefault(source_name(tracked.source), tracked.source)
+            graph = translator.output.graph
+            node = next(iter(reversed(graph.nodes)), None)
+            if node is not None and node.target == "item":
+                value = followed.setdefault(graph, SmallInts(graph)).read(node.args[0])
+                if value is not None:
+                    return value
             return read(mode, func, arg)
 
         fake_impls.op_implementations_dict[_READ] = noted
-        fake_tensor.CONSTANT_NUMEL_LIMIT = _SMALL
+        fake_tensor.CONSTANT_NUMEL_LIMIT = MOST
         try:
             yield
         finally:
@@ -330,11 +341,11 @@ class HostNumbers:
         return HostNumber(place.known if known else int(t.item()), t.dim())
 
 
-def _translating() -> bool:
+def _translator() -> Any:
     try:
-        return InstructionTranslator.current_tx() is not None
+        return InstructionTranslator.current_tx()
     except AttributeError:
-        return False
+        return None
 
 
 def _tensors(out: Any, known: dict[int, torch.Tensor]) -> Any:
