@@ -2,6 +2,7 @@
 
 * ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
 * ``select_scatter(x, copy(select(x, i), new), i)`` needs no look at the old frame.
+* ``stack([x])`` is an axis more; a size is computed from the int inputs, not asked of a tensor.
 * A conjugate that is put off (``_conj``, resolved by a copy somewhere) is taken at once.
 * A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
   ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
@@ -20,6 +21,7 @@ from torch import fx
 
 from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.host import InputInfo
+from rtc.passes.analysis.symbols import spelled
 from rtc.passes.nested_stacks import flatten
 
 aten = torch.ops.aten
@@ -38,6 +40,7 @@ def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     """Normalise ``gm`` in place; the inputs, with parts of stacked caches appended."""
     _fills(gm)
     _single(gm)
+    _sizes(gm)
     _conjugates(gm)
     _stores(gm)
     out = list(inputs)
@@ -84,6 +87,16 @@ def _single(gm: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+
+
+def _sizes(gm: fx.GraphModule) -> None:
+    """A size follows from numbers, whatever the tensor holds."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.sym_size.int and isinstance(node.meta["val"], torch.SymInt):
+            made = spelled(gm.graph, node, node.meta["val"], "val")
+            if made is not None:
+                node.replace_all_uses_with(made)
+                gm.graph.erase_node(node)
 
 
 def _conjugates(gm: fx.GraphModule) -> None:

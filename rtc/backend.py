@@ -39,6 +39,7 @@ from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.host import InputInfo, where
 from rtc.passes.analysis.shapes import hint
 from rtc.passes.analysis.slots import COPIES
+from rtc.passes.analysis.symbols import spelled
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
 from rtc.ranks import Ranks
@@ -50,7 +51,6 @@ from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import Session
 from rtc.runtime.step import Step
 from rtc.settle import Sizes, Watch
-from rtc.small_ints import spelled
 
 aten = torch.ops.aten
 
@@ -497,7 +497,9 @@ def _refuse_host_reads(gm: fx.GraphModule) -> None:
                 continue
             value = node.meta.get("example_value")
             if isinstance(value, torch.SymInt) and not free_unbacked_symbols(value):
-                made = spelled(gm.graph, node, value)  # likewise, of numbers that change
+                made = spelled(
+                    gm.graph, node, value, "example_value"
+                )  # likewise, of numbers that change
                 if made is not None:
                     node.replace_all_uses_with(made)
                     gm.graph.erase_node(node)

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 MOST = 64  # elements
 _INTS = (torch.int32, torch.int64)
@@ -307,24 +305,4 @@ _RULES: dict[str, Callable[..., Any]] = {
 _MAKERS = {"tensor"}
 
 
-# ---- expressions ---------------------------------------------------------------------------------
-
-
-def spelled(graph: fx.Graph, before: fx.Node, value: torch.SymInt) -> fx.Node | None:
-    """Nodes that compute a symbolic int from the graph's int inputs; None where one is missing."""
-    expr = value.node.expr
-    places: dict[Any, fx.Node] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        val = node.meta.get("example_value", node.meta.get("val"))
-        if isinstance(val, torch.SymInt):
-            places.setdefault(val.node.expr, node)
-    if not expr.free_symbols <= places.keys():
-        return None
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    known = {s: fx.Proxy(places[s], tracer) for s in expr.free_symbols}
-    with graph.inserting_before(before):
-        made = sympy_interp(PythonReferenceAnalysis, known, expr)
-    return made.node if isinstance(made, fx.Proxy) else None
-
-
-__all__ = ["MOST", "SmallInts", "spelled"]
+__all__ = ["MOST", "SmallInts"]

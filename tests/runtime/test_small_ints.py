@@ -105,6 +105,34 @@ def test_what_was_written_is_read(way):
     assert passes["ring_cache"]["applied"] == 2
 
 
+class ByFrame(Model):
+    """The window as frames: a size that follows from numbers is asked of what the cache holds."""
+
+    def forward(self, x, at):
+        q, k, v = self.qkv(x).view(1, N, 3, HEADS, WIDTH).unbind(2)
+        start, end = at * N, at * N + N
+        self.k[:, start:end] = k
+        self.v[:, start:end] = v
+        first = max(0, end - 4 * N)
+        window = self.k[:, first:end]
+        frames = window.shape[1] // N
+        by_frame = window.view(1, frames, N, HEADS, WIDTH)
+        turn = self.freqs[torch.arange(frames)].repeat_interleave(N, 0)
+        keys = torch.stack([rope(by_frame.flatten(1, 2), turn)[0]])
+        return x + self.o(attend(q, keys, self.v[:, first:end]))
+
+
+def test_a_size_that_is_asked_of_a_cache():
+    model = ByFrame(None)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    for step in range(12):
+        x = torch.randn(1, N, DIM).double()
+        torch.testing.assert_close(compiled(x, step), eager(x, step), rtol=1e-9, atol=1e-9)
+    data = compiled.report().to_dict()
+    passes = {p["name"]: p for p in data["graphs"][-1]["passes"]}
+    assert passes["ring_cache"]["applied"] == 2
+
+
 def by_data(sizes, frames):
     return put(sizes, frames) + torch.zeros(3, dtype=torch.long)
 
