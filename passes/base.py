@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Context:
     calibrate: bool = False
     write_back: bool = False  # caches must be current after every call
     kernels: bool = False  # whether passes that put in rtc's own kernels run
+    rings: Collection[str] = ()  # sources of caches that another graph of the model keeps in a ring
     extras: Mapping[fx.Node, Any] = field(default_factory=dict)  # new inputs of the rewritten graph
     host: HostInfo = field(init=False)
     plan: CachePlan = field(init=False)

@@ -2,7 +2,8 @@
 
 * ``new_zeros(x, ..)`` and its kin take only dtype and device from ``x``: they become ``full(..)``.
 * ``select_scatter(x, copy(select(x, i), new), i)`` needs no look at the old frame.
-* ``stack([x])`` is an axis more; a size is computed from the int inputs, not asked of a tensor.
+* ``stack([x])`` is an axis more, a slice of everything is what it is cut from, and a size is
+  computed from the int inputs, not asked of a tensor.
 * A conjugate that is put off (``_conj``, resolved by a copy somewhere) is taken at once.
 * A tensor in which several caches are stacked along an axis that only ``select``, ``unbind`` and
   ``select_scatter`` touch becomes one input per part (rank kept, that axis of size 1), so that keys
@@ -41,6 +42,7 @@ def run(gm: fx.GraphModule, inputs: Sequence[InputInfo]) -> list[InputInfo]:
     _fills(gm)
     _single(gm)
     _sizes(gm)
+    _whole(gm)
     _conjugates(gm)
     _stores(gm)
     out = list(inputs)
@@ -87,6 +89,18 @@ def _single(gm: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+
+
+def _whole(gm: fx.GraphModule) -> None:
+    """A slice as long as what it is cut from, wherever its ends come from."""
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.slice.Tensor:
+            continue
+        x = node.args[0]
+        shapes = [tuple(n.meta["val"].shape) for n in (x, node)]
+        if shapes[0] == shapes[1] and all(type(n) is int for n in (*shapes[0], *shapes[1])):
+            node.replace_all_uses_with(x)
+            gm.graph.erase_node(node)
 
 
 def _sizes(gm: fx.GraphModule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -68,24 +68,25 @@ def run(
     write_back: bool = False,
     kernels: bool = False,
     lift: bool = False,
+    rings: Collection[str] = (),
     on_pass: Callable[[str], None] = lambda name: None,
 ) -> Result:
     """Run the pipeline on ``gm`` in place.
 
     ``sample``: first call's int inputs; ``switches``: pass name -> enabled; ``on_pass`` is told the
-    name of each pass before it runs; ``lift``: see ``Rewriter.run``.
+    name of each pass before it runs; ``lift``: see ``Rewriter.run``; ``rings``: see ``Context``.
     """
     on_pass("analysis")
     meets = met(gm.graph)
     inputs = normalize.run(gm, inputs)
     assert met(gm.graph) == meets
     outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}
-    ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels)
+    ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels, rings=rings)
     _run_stage("trace", ctx, outcomes, on_pass)
     traced = None
     if any(done.applied for _, _, done in outcomes.values()):
         traced = copied(gm)
-        ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels)
+        ctx = Context(gm, inputs, sample, switches, calibrate, write_back, kernels, rings=rings)
     _run_stage("plan", ctx, outcomes, on_pass)
     for cohort in ctx.plan.cohorts:
         if cohort.order == "plain" and cohort.hoist:

@@ -60,7 +60,9 @@ def run(ctx: Context) -> Outcome:
             out.refused += cohort.refusals["ring_cache"] * len(cohort.caches)
             continue
         moves = moves_slots(ctx.plan, cohort)
-        if not (moves or cohort.hoist):
+        # taking turns with a graph that does move them, it would have them put in order every time
+        others = any(c.info.source in ctx.rings for c in cohort.caches)
+        if not (moves or cohort.hoist or others):
             continue
         out.matched += len(cohort.caches)
         refusal = _legal(cohort)

@@ -93,6 +93,9 @@ class Compiler:
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
     stale: bool = False  # sizes have settled: the model is to be traced again
     since: int = 0  # graphs that were there when it last was
+    # sources of caches that one of the graphs keeps in a ring, and of those that one leaves alone
+    rings: set[str] = field(default_factory=set)
+    still: set[str] = field(default_factory=set)
     numbers: HostNumbers = field(default_factory=HostNumbers)
     # ints of globals, which Dynamo takes for constants: values seen, and those that changed
     shared: dict[str, int] = field(default_factory=dict)
@@ -197,6 +200,7 @@ class Compiler:
                 write_back=self.options.write_back,
                 kernels=self._own_kernels(inputs),
                 lift=self._step_graph(inputs) or self._wants_regions(inputs),
+                rings=self.rings,
                 on_pass=self.on_phase,
             )
         except IllegalCombination as e:
@@ -204,6 +208,7 @@ class Compiler:
         assert result.rewritten.gm is not None
         new = result.rewritten.gm
         managed = any(c.order != "plain" for c in result.plan.cohorts)
+        self._turns(result)
         whole = self._whole(new, inputs)
         if whole is not None and exchanges.fused(new):
             why = f"Inductor would not keep the order of sums: {whole}"
@@ -308,6 +313,21 @@ class Compiler:
             for name, value in values.items():
                 self.fixed[name] = {value}
             raise Specialize(values)
+
+    def _turns(self, result: pipeline.Result) -> None:
+        """Graphs that take turns over a cache lay it out alike, or each undoes the other's: trace
+        again if one that was left alone might be in a ring, as it is in this one."""
+        known = set(self.rings)
+        for cohort in result.plan.cohorts:
+            sources = {c.info.source for c in cohort.caches}
+            if cohort.order == "ring":
+                self.rings |= sources
+            elif cohort.order == "plain" and cohort.events:
+                self.still |= sources - known  # else it was asked already
+        # with other ranks, which may not see the same and would not come to compile, it stays
+        if self.rings & self.still and self.fixed is not None and self.ranks.dog is None:
+            self.still -= self.rings
+            self.stale = True
 
     def _follow(self, ints: dict[str, int]) -> None:
         """Raise Specialize for ints of globals that are others than in an earlier trace."""
@@ -460,6 +480,7 @@ def _owned(
         if OWNERS:
             for i in inputs:
                 for st in owners(args[i.index]):
+                    session.undone |= not st.in_order
                     st.materialize()
         return run(args)
 

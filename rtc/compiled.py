@@ -46,8 +46,10 @@ def check_torch() -> None:
 
 
 _TOO_MANY_PLAIN = 8
+_UNDONE, _TOO_MANY_UNDONE = 64, 20  # calls that are looked back upon, and how many may undo
 _OWN = {
     "_demoted",
+    "_undone",
     "_model",
     "_options",
     "_session",
@@ -69,6 +71,7 @@ class Compiled:
             self._compiler.on_phase = on_phase
         self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
         self._demoted = False
+        self._undone: deque[bool] = deque(maxlen=_UNDONE)
         self._caller = Caller(model, self._compiler)
         self._seconds: deque[float] = deque(maxlen=10_000)
 
@@ -84,19 +87,19 @@ class Compiled:
             session.after_call()
             # with other ranks, which may not take that path and would not come to compile, it stays
             alone = self._compiler.ranks.dog is None
+            self._undone.append(session.undone)
             if session.plain_in_a_row >= _TOO_MANY_PLAIN and alone and not self._demoted:
-                self._demote()
-            elif self._compiler.stale:
+                self._demote(f"{_TOO_MANY_PLAIN} calls in a row took the plain path")
+            elif sum(self._undone) > _TOO_MANY_UNDONE and alone and not self._demoted:
+                self._demote("graphs that take turns over a cache undo what the others make of it")
+            elif self._compiler.stale and not self._demoted:
                 self._trace_again()
             self._seconds.append(time.perf_counter() - started)
 
-    def _demote(self) -> None:
-        """Calls keep taking the plain path, op by op: compile that path instead, for good."""
+    def _demote(self, why: str) -> None:
+        """Compile without the cache passes, for good."""
         self._demoted = True
-        self._session.note(
-            f"{_TOO_MANY_PLAIN} calls in a row took the plain path: from here on the model is "
-            "compiled without the cache passes"
-        )
+        self._session.note(f"{why}: from here on the model is compiled without the cache passes")
         self._session.release_all()
         plain = replace(self._compiler, options=self._options.without_passes(), called=None)
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)

@@ -440,6 +440,7 @@ class GraphRuntime:
         for t, h in zip(behind, handles, strict=True):
             for st in owners(t):
                 if any(h.overlaps(other) for other in st.handles):
+                    self.session.undone = True
                     release(st)
         for i in c.inputs:
             if len(c.cohort.caches[0].dims) > 1 and not args[i].is_contiguous():

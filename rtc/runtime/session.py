@@ -25,6 +25,7 @@ class Session:
     plain_calls: int = 0
     calibrations: int = 0
     plain_in_a_row: int = 0
+    undone: bool = False  # in this call, what another graph had made of a cache
     notes: list[str] = field(default_factory=list)
     epoch: int = 0  # how often the user said that something was written unseen
     closed: bool = False
@@ -37,6 +38,7 @@ class Session:
         if self.closed:
             raise StateError("this compiled model was closed: compile the model again")
         TURN.acquire()
+        self.undone = False
         try:
             lift_all()
         except BaseException:  # Ctrl-C

@@ -429,3 +429,52 @@ def test_explain_counts_numbers_too():
     report = rtc.explain(model, [torch.randn(N, DIM).double()], mine, 0, options=PLAIN)
     assert len(report.to_dict()["graphs"]) == 1
     assert isinstance(mine[0]["last"], torch.Tensor)
+
+
+def test_graphs_that_take_turns_keep_one_ring():
+    """The first call of a frame moves the window up, the others write over its rows: two graphs,
+    and the second would not have the cache in a ring for its own sake."""
+    model = Rolling()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    mine, its = model.session(), model.session()
+
+    def frames(some):
+        for frame in some:
+            for _ in range(3):
+                x = [torch.randn(N, DIM).double()]
+                torch.testing.assert_close(
+                    compiled(x, mine, frame * N), eager(x, its, frame * N), rtol=1e-9, atol=1e-9
+                )
+
+    frames(range(14))
+    before = compiled.report().to_dict()["runtime"]
+    frames(range(14, 20))
+    after = compiled.report().to_dict()["runtime"]
+    assert after["imports"] == before["imports"]
+    assert after["materializations"] == before["materializations"]
+    assert after["replays"] == before["replays"] + 18
+
+
+def test_graphs_that_undo_each_other_are_compiled_without_rings():
+    class Model(nn.Module):
+        """Every other call looks at the slots by their places."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 4 * N, HEADS, WIDTH).double())
+            self.register_buffer("by", torch.randn(4 * N).double())
+
+        def forward(self, x, look):
+            if look:
+                return torch.cumsum(self.k.sum((0, 2, 3)) * self.by, 0)
+            self.k.copy_(torch.cat((self.k[:, N:], x), 1))
+            return attend(x, self.k, self.k)
+
+    model = Model()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    for step in range(80):
+        x = torch.randn(1, N, HEADS, WIDTH).double()
+        look = step % 2 == 1
+        torch.testing.assert_close(compiled(x, look), eager(x, look), rtol=1e-9, atol=1e-9)
+    assert any("take turns" in note for note in compiled.report().to_dict()["runtime"]["notes"])
+    torch.testing.assert_close(model.k + 0, eager.k)
