@@ -83,9 +83,10 @@ def _single(gm: fx.GraphModule) -> None:
             continue
         with gm.graph.inserting_before(node):
             if node.target is aten.stack.default:
-                new = gm.graph.call_function(aten.unsqueeze.default, (x, axis))
-            else:
-                new = gm.graph.call_function(aten.clone.default, (x,))
+                val = x.meta["val"].unsqueeze(axis)
+                x = gm.graph.call_function(aten.unsqueeze.default, (x, axis))
+                x.meta = {**node.meta, "val": val}
+            new = gm.graph.call_function(aten.clone.default, (x,))  # no view: it may be returned
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from rtc.kernels import attention as _attention  # registers the op
+from rtc.small_ints import memory, writes
 
 aten = torch.ops.aten
 
@@ -136,8 +137,8 @@ def _flash(graph: fx.Graph, node: fx.Node) -> None:
         return  # flash-attn counts from the last key, SDPA from the first
     with graph.inserting_before(node):
         if lengths:
-            q = _batched(graph, q, lengths[0], rows[0])
-            k, v = (_batched(graph, x, lengths[0], rows[1]) for x in (k, v))
+            q = _batched(graph, node, q, lengths[0], rows[0])
+            k, v = (_batched(graph, node, x, lengths[0], rows[1]) for x in (k, v))
         heads = [graph.call_method("transpose", (x, 1, 2)) for x in (q, k, v)]
         gqa = not _same(shapes[0][-2], shapes[1][-2])
         args = (*heads, None, bool(bound["causal"]), bound["softmax_scale"], gqa)
@@ -152,20 +153,22 @@ def _flash(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _batched(graph: fx.Graph, x: Any, batch: int, rows: Any) -> fx.Node:
-    """[batch rows, H, D] as [batch, rows, H, D]: what it was, if it was that."""
+def _batched(graph: fx.Graph, node: fx.Node, x: Any, batch: int, rows: Any) -> fx.Node:
+    """[batch rows, H, D] as [batch, rows, H, D]: what it was, if it was that, and still is."""
     whole = x.args[0] if x.target == "flatten" and tuple(x.args[1:]) == (0, 1) else None
     if whole is not None and not x.kwargs:
         shape = _value(whole).shape
-        if len(shape) == 4 and shape[0] == batch and _same(shape[1], _value(rows)):
+        same = len(shape) == 4 and shape[0] == batch and _same(shape[1], _value(rows))
+        if same and not _written([whole], x, node):
             return whole
     return graph.call_method("unflatten", (x, 0, (batch, rows)))
 
 
 def _equal(cumulative: Any, longest: Any, total: Any) -> int | None:
     """How many sequences there are, if they are all of the length of the longest."""
-    ends = _numbers(cumulative)
-    if not ends or len(ends) < 2:
+    chain: list[fx.Node] = []
+    ends = _numbers(cumulative, chain)
+    if not ends or len(ends) < 2 or _written(chain):
         return None
     size = _value(longest)
     if not isinstance(size, (int, torch.SymInt)):
@@ -184,10 +187,29 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _numbers(x: Any) -> list[Any] | None:
-    """The elements of a 1-D tensor that the graph makes from numbers; None where it does not."""
+def _written(
+    tensors: list[fx.Node], after: fx.Node | None = None, before: fx.Node | None = None
+) -> bool:
+    """Whether the graph, or the part of it between two nodes, may write to the memory of these."""
+    at = {memory(t) for n in tensors if isinstance(t := _value(n), torch.Tensor)}
+    nodes = list(tensors[0].graph.nodes) if tensors else []
+    start = 0 if after is None else nodes.index(after) + 1
+    end = len(nodes) if before is None else nodes.index(before)
+    return any(
+        memory(t) in at
+        for n in nodes[start:end]
+        if n.op in ("call_function", "call_method") and writes(n)
+        for x in n.all_input_nodes
+        if isinstance(t := x.meta.get("example_value"), torch.Tensor)
+    )
+
+
+def _numbers(x: Any, chain: list[fx.Node]) -> list[Any] | None:
+    """The elements of a 1-D tensor that the graph makes from numbers; None where it does not.
+    ``chain`` takes the tensors on the way."""
     if not isinstance(x, fx.Node) or x.op not in ("call_function", "call_method"):
         return None
+    chain.append(x)
     args: list[Any] = list(x.args)
     kwargs: dict[str, Any] = dict(x.kwargs)
     name = x.target if isinstance(x.target, str) else getattr(x.target, "__name__", "")
@@ -196,7 +218,7 @@ def _numbers(x: Any) -> list[Any] | None:
     if any(y not in (torch.int32, torch.int64) for y in dtypes):
         return None
     if name in ("to", "cuda", "int", "long", "contiguous", "type"):
-        return _numbers(first)
+        return _numbers(first, chain)
     if name == "tensor":
         return list(map(_value, first)) if _ints(first) else None  # type: ignore[arg-type]
     if name in ("zeros", "new_zeros"):
@@ -204,17 +226,17 @@ def _numbers(x: Any) -> list[Any] | None:
         count = size[0] if isinstance(size, (list, tuple)) and len(size) == 1 else size
         return [0] * count if type(count) is int else None
     if name in ("cat", "concat", "concatenate") and isinstance(first, (list, tuple)):
-        pieces = [_numbers(piece) for piece in first]
+        pieces = [_numbers(piece, chain) for piece in first]
         if None in pieces or [*args[1:], *kwargs.values()] not in ([], [0], [-1]):
             return None
         return [n for piece in pieces for n in piece or ()]
     if name == "cumsum":
-        numbers = _numbers(first)
+        numbers = _numbers(first, chain)
         if numbers is None or (args[1] if len(args) > 1 else kwargs.get("dim")) not in (0, -1):
             return None
         return [sum(numbers[: i + 1]) for i in range(len(numbers))]
     if name in ("pad", "_pad"):
-        numbers = _numbers(first)
+        numbers = _numbers(first, chain)
         rest = [tuple(y) if isinstance(y, list) else y for y in (*args[1:], *kwargs.values())]
         if numbers is None or rest[:1] != [(1, 0)] or {*rest[1:]} - {"constant", None, 0}:
             return None

@@ -91,7 +91,7 @@ class Compiler:
     ranks: Ranks = field(default_factory=Ranks)  # the others that run this model's collectives
     called: float | None = None  # when the call began that may compile, by time.perf_counter()
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
-    stale: bool = False  # sizes have settled: the model is to be traced again
+    stale: bool = False  # sizes have settled, or a ring was found: the model is to be traced again
     since: int = 0  # graphs that were there when it last was
     # sources of caches that one of the graphs keeps in a ring, and of those that one leaves alone
     rings: set[str] = field(default_factory=set)

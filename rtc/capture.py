@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import logging
@@ -19,8 +20,9 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[a
 
 from rtc.backend import GRAPHS, TOO_MANY, Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
-from rtc.host_numbers import NotANumber
+from rtc.host_numbers import HostNumber, NotANumber
 
+_DEEP = 200  # modules of a model
 _COMPILE = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 
 
@@ -76,7 +78,10 @@ class Caller:
     def __init__(self, model: Callable[..., Any], compiler: Compiler) -> None:
         self.model, self.compiler = model, compiler
         self.signature = _signature(model)
-        forward = model.forward if isinstance(model, torch.nn.Module) else model
+        module = isinstance(model, torch.nn.Module)
+        # collections while tracing cost more than the one that follows
+        self.deep = module and len(list(model.modules())) > _DEEP  # type: ignore[attr-defined]
+        forward = model.forward if module else model  # type: ignore[attr-defined]
         functions = (forward, inspect.unwrap(forward))
         self.codes = {f.__code__ for f in functions if hasattr(f, "__code__")}
 
@@ -94,7 +99,7 @@ class Caller:
         first: HostSyncError | None = None
         while True:
             traced = len(self.compiler.graphs)
-            if traced == self.compiler.since:
+            if traced == self.compiler.since and self.deep:
                 self.compiler.quiet.start()  # Dynamo will trace
             try:
                 with numbers.tracing():
@@ -108,13 +113,15 @@ class Caller:
             except FailOnRecompileLimitHit:
                 raise UnsupportedError(TOO_MANY) from None
             except Exception as e:
-                inner = e.inner_exception if isinstance(e, BackendCompilerFailed) else e
+                inner: Exception | None = (
+                    e.inner_exception if isinstance(e, BackendCompilerFailed) else e
+                )
                 if isinstance(inner, Specialize):
                     continue
                 ran = len(self.compiler.graphs) > traced and not isinstance(e, NotANumber)
                 read = inner if isinstance(inner, HostSyncError) else None if ran else host_read(e)
                 if read is not None:
-                    first = first or read
+                    first = first or read.with_traceback(None)
                     if new := numbers.learn(self._scope(args, kwargs)[0]):
                         learned += new
                         continue
@@ -122,6 +129,8 @@ class Caller:
                         # a tensor made from sizes: it can be followed where they are numbers
                         self.compiler.static = self._ints(args, kwargs)
                         continue
+                if read is None and isinstance(inner, RtcError):
+                    raise inner from None
                 if learned and not ran:
                     numbers.forget(learned)
                     assert first is not None
@@ -131,18 +140,25 @@ class Caller:
                 if numbers.places and not ran and "HostNumber" in str(e):
                     numbers.forget(list(numbers.places))  # the model does more with one now
                     continue
-                if isinstance(inner, RtcError):
-                    raise inner from None
                 raise
             finally:
+                inner = read = None  # they know this frame, and would keep the caches alive with it
                 self.compiler.quiet.end()
+                if self.deep and len(self.compiler.graphs) > traced:
+                    gc.collect()  # what tracing left may hold caches, which would not be alone
 
     def _with_numbers(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         numbers = self.compiler.numbers
         scope, bound = self._scope(args, kwargs) if numbers.places else ({}, None)
         if bound is None:
             return self._once(call, args, kwargs)
-        return numbers.call(scope, lambda: self._once(call, bound.args, bound.kwargs))
+
+        def with_them(given: dict[int, HostNumber]) -> Any:
+            # as they came, not by the signature: a wrapper may look at them otherwise
+            mine = tuple(given.get(id(x), x) for x in args)
+            return self._once(call, mine, {k: given.get(id(x), x) for k, x in kwargs.items()})
+
+        return numbers.call(scope, with_them)
 
     def _once(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for code in self.codes:  # torch.compile may have given them up: graph breaks in a loop
@@ -170,8 +186,9 @@ class Caller:
             return {"L": {}, "G": {}}, None
         names, forward = bound.arguments, self.model
         if isinstance(forward, torch.nn.Module):
-            names["self"] = forward  # no parameter of that name: it is not passed on
             forward = forward.forward
+        if inspect.ismethod(forward):
+            names["self"] = forward.__self__  # no parameter of that name: it is not passed on
         forward = inspect.unwrap(forward)
         return {"L": names, "G": getattr(forward, "__globals__", {})}, bound
 

@@ -102,10 +102,12 @@ class Compiled:
         self._session.note(f"{why}: from here on the model is compiled without the cache passes")
         self._session.release_all()
         plain = replace(self._compiler, options=self._options.without_passes(), called=None)
+        self._caller.compiler = plain
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)
 
     def _trace_again(self) -> None:
-        """Sizes have settled. To Dynamo, this is another backend: the graphs so far are not its."""
+        """Something is known that was not when the graphs so far were traced: sizes have settled,
+        or a cache is kept in a ring. To Dynamo, this is another backend, and they are not its."""
         since = len(self._compiler.graphs)
         self._compiler = replace(self._compiler, stale=False, since=since)
         self._caller.compiler = self._compiler

@@ -13,6 +13,7 @@ be traced with it, and gets the error of the host read.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from rtc.inputs import source_name
 from rtc.runtime.guard import alone
 from rtc.small_ints import MOST, SmallInts
 
+_TWICE = 2  # times that a model may turn out to do more with a tensor, and is traced anew
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -39,6 +41,8 @@ class NotANumber(Exception):
 
 def _no(what: str) -> Callable[..., Any]:
     def refuse(self: HostNumber, *args: Any, **kwargs: Any) -> Any:
+        # tracing ends here, whatever the model catches
+        torch._dynamo.graph_break(f"HostNumber: {what}")
         raise NotANumber(f"HostNumber: {what}")
 
     return refuse
@@ -83,16 +87,29 @@ class HostNumber:
 
     # The rest would mean another thing for a tensor, which gives tensors: not even by default.
     def __getattr__(self, name: str) -> Any:
+        torch._dynamo.graph_break(f"HostNumber: .{name} of a tensor")
         raise NotANumber(f"HostNumber: .{name} of a tensor")
 
     __hash__ = object.__hash__
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no("compared as a tensor")
     __bool__ = __len__ = __iter__ = __contains__ = _no("used as a tensor")
     __getitem__ = __setitem__ = __delitem__ = _no("indexed as a tensor")
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no("computed with")
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _no("computed with")
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no("computed with")
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _no("computed with")
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = _no("computed with")
+    __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _no("computed with")
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _no("computed with")
+    __neg__ = __pos__ = __abs__ = __invert__ = _no("computed with")
+    __index__ = __float__ = __complex__ = __round__ = _no("used as a number")
+    __str__ = __format__ = _no("printed")
+    __call__ = _no("called")
 
 
 def _int(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
+        torch._dynamo.graph_break("HostNumber: written with something that is no int")
         raise NotANumber("HostNumber: written with something that is no int")
     return value
 
@@ -117,13 +134,14 @@ def _types_are_not_asked() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for question in (torch.is_tensor, torch.overrides.is_tensor_like):
         handlers[question] = asks(handlers[question])
+    BuiltinVariable.call_function_handler_cache.clear()  # it holds what was there before
 
 
 @dataclass
 class _Place:
     """Where the program holds such a tensor: ``holder``[``key``], or ``holder``.``key``."""
 
-    source: str
+    source: str  # Dynamo's name of the number
     holder: Any  # code of an expression; None: the call's arguments themselves
     key: Any
     kind: str = "item"  # or "attribute", or "buffer" of a module
@@ -131,6 +149,7 @@ class _Place:
     version: int | None = None  # of that tensor, when ``known`` was its value
     known: int = 0
     number: HostNumber | None = None  # while a call runs
+    name: str = ""  # Dynamo's name of the tensor
 
     def find(self, scope: dict[str, Any]) -> Any:
         return scope["L"] if self.holder is None else eval(self.holder, scope)
@@ -138,34 +157,20 @@ class _Place:
     def get(self, holder: Any) -> Any:
         return holder[self.key] if self.kind == "item" else getattr(holder, self.key)
 
-    def put(self, holder: Any, value: Any) -> Callable[[torch.Tensor], None]:
-        """Puts a number there; what is returned puts a tensor back, unless there is another."""
+    def put(self, holder: Any, value: Any, order: Sequence[str] = ()) -> None:
+        """``order``: of the module's buffers, where a tensor comes back."""
         if self.kind == "item":
             holder[self.key] = value
         elif self.kind == "attribute":
             setattr(holder, self.key, value)
-        else:  # only tensors may be buffers
-            order = list(holder._buffers)
-            del holder._buffers[self.key]
+        elif isinstance(value, HostNumber):  # only tensors may be buffers
             holder.__dict__[self.key] = value
-
-        def back(t: torch.Tensor) -> None:
-            try:
-                if self.get(holder) is not value:
-                    return
-            except (LookupError, AttributeError):
-                return
-            if self.kind == "item":
-                holder[self.key] = t
-            elif self.kind == "attribute":
-                setattr(holder, self.key, t)
-            else:
-                del holder.__dict__[self.key]
-                now = {**holder._buffers, self.key: t}
-                holder._buffers.clear()
-                holder._buffers.update({k: now.pop(k) for k in order if k in now} | now)
-
-        return back
+            del holder._buffers[self.key]
+        else:
+            now = {**holder._buffers, self.key: value}
+            holder._buffers.clear()
+            holder._buffers.update({k: now.pop(k) for k in order if k in now} | now)
+            holder.__dict__.pop(self.key, None)
 
 
 def _place(source: Any) -> _Place | None:
@@ -207,6 +212,7 @@ class HostNumbers:
 
     def __init__(self) -> None:
         self.places: dict[str, _Place] = {}
+        self.misused: Counter[str] = Counter()  # how often a source was more than a number
         self._reads: dict[str, Any] = {}  # sources of inputs that a trace read
 
     @contextmanager
@@ -227,8 +233,8 @@ class HostNumbers:
                 if tracked.fake is arg:
                     self._reads.setdefault(source_name(tracked.source), tracked.source)
             graph = translator.output.graph
-            node = next(iter(reversed(graph.nodes)), None)
-            if node is not None and node.target == "item":
+            node = next(iter(reversed(graph.nodes)), None)  # what is being traced, if it is a read
+            if node is not None and node.target == "item" and "example_value" not in node.meta:
                 value = followed.setdefault(graph, SmallInts(graph)).read(node.args[0])
                 if value is not None:
                     return value
@@ -259,7 +265,7 @@ class HostNumbers:
         found = {}
         for name, source in reads.items():
             place = _place(source)
-            if place is None or name in self.places:
+            if place is None or name in self.places or self.misused[name] > _TWICE:
                 return []
             try:
                 holder = place.find(scope)
@@ -270,6 +276,7 @@ class HostNumbers:
                 continue  # Dynamo's own way with a float
             if isinstance(holder, tuple) or not _fits(t):
                 return []
+            place.name = name
             found[name] = place
         if found:
             _types_are_not_asked()
@@ -279,6 +286,7 @@ class HostNumbers:
     def forget(self, names: Sequence[str]) -> None:
         for name in names:
             del self.places[name]
+            self.misused[name] += 1
 
     def unseen(self) -> None:
         """Tensors may have been written without a count: read them again."""
@@ -300,13 +308,15 @@ class HostNumbers:
         held = [(p.source, p.number) for p in self.places.values() if p.number is not None]
         return {f"{source}.value": number.value for source, number in held}
 
-    def call(self, scope: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """``call()`` with numbers where the tensors are, and its result with tensors.
+    def call(self, scope: dict[str, Any], call: Callable[[dict[int, HostNumber]], Any]) -> Any:
+        """``call(numbers)`` with numbers where the tensors are, and its result with tensors.
 
-        ``scope``: ``L`` the arguments by name, a dict that is written to, and ``G`` the globals.
+        ``scope``: ``L`` the arguments by name, and ``G`` the globals. ``numbers``: by the id of the
+        tensor, those that are arguments themselves.
         """
         numbers: dict[int, tuple[HostNumber, torch.Tensor, int]] = {}
-        swapped: list[tuple[_Place, HostNumber, torch.Tensor, Callable[..., None]]] = []
+        swapped: list[tuple[_Place, Any, list[str]]] = []
+        given: dict[int, HostNumber] = {}
         try:
             for place in self.places.values():
                 try:
@@ -320,20 +330,50 @@ class HostNumbers:
                         continue
                     number = self._read(place, t)
                     numbers[id(t)] = known = number, t, number.value
-                place.number, place.tensor = known[0], t
-                swapped.append((place, known[0], t, place.put(holder, known[0])))
-            out = call()
+                # until the call has ended, nothing is known of what is in the tensor
+                place.number, place.tensor, place.version = known[0], t, None
+                swapped.append((place, holder, list(getattr(holder, "_buffers", ()))))
+                if place.holder is None:
+                    given[id(t)] = known[0]
+                else:
+                    place.put(holder, known[0])
+            out = call(given)
         finally:
-            for place, _, t, back in swapped:
-                back(t)
-                place.number = None
-            with torch.no_grad():
-                for number, t, before in numbers.values():
-                    if number.value != before:
-                        t.fill_(number.value)
-            for place, number, t, _ in swapped:
-                place.version, place.known = _version(t), number.value
-        return _tensors(out, {id(n): t for n, t, _ in numbers.values()}) if numbers else out
+            try:
+                self._back(swapped, numbers)
+            except BaseException:  # Ctrl-C: a number left in the program's hands is no tensor
+                self._back(swapped, numbers)
+                raise
+        try:
+            return _tensors(out, {id(n): t for n, t, _ in numbers.values()}) if numbers else out
+        finally:
+            for number, _, _ in numbers.values():
+                vars(number).clear()  # wherever else the model put it: to use it is an error
+
+    @staticmethod
+    def _back(
+        swapped: list[tuple[_Place, Any, list[str]]],
+        numbers: dict[int, tuple[HostNumber, torch.Tensor, int]],
+    ) -> None:
+        """Tensors where numbers are, with their values; twice does no harm."""
+        tensors = {id(n): t for n, t, _ in numbers.values()}
+        for place, holder, order in swapped:
+            place.number = None
+            if place.holder is None:
+                continue
+            try:
+                found = place.get(holder)
+            except (LookupError, AttributeError):
+                continue
+            if isinstance(found, HostNumber) and id(found) in tensors:
+                place.put(holder, tensors[id(found)], order)
+        with torch.no_grad():
+            for number, t, before in numbers.values():
+                if number.value != before:
+                    t.fill_(number.value)
+        for place, _, _ in swapped:
+            number, t, _ = numbers[id(place.tensor)]
+            place.version, place.known = _version(t), number.value
 
     @staticmethod
     def _read(place: _Place, t: torch.Tensor) -> HostNumber:

@@ -48,20 +48,20 @@ class SmallInts:
         self.last = until if nodes.index(until) >= start else self.last
 
     def _step(self, node: fx.Node) -> None:
-        if node.op not in ("call_function", "call_method"):
+        if node.op in ("placeholder", "get_attr", "output"):
             return
         name = node.target if isinstance(node.target, str) else _name(node.target)
         touched = [n for n in node.all_input_nodes if n in self.held]
-        writes = _writes(node, name)
-        if not (touched or writes or name in _MAKERS):
+        writing = writes(node)
+        if not (touched or writing or name in _MAKERS):
             return
         try:
-            if name not in _RULES:
+            if name not in _RULES or not _known(node):
                 raise _Unknown
             kwargs = {k: self._arg(v) for k, v in node.kwargs.items()}
             made = _RULES[name](*map(self._arg, node.args), **kwargs)
-        except (_Unknown, TypeError, ValueError, IndexError, KeyError):
-            if writes:
+        except (_Unknown, TypeError, ValueError, LookupError, ArithmeticError):
+            if writing:
                 self._forget(node.all_input_nodes)
             return
         if isinstance(made, np.ndarray) and made.size <= MOST:
@@ -76,13 +76,13 @@ class SmallInts:
             return made  # of tolist(), an element at a time
         if not isinstance(fake, torch.Tensor) or fake.dtype not in _INTS:
             return None
-        if tuple(fake.shape) != made.shape:
+        if tuple(fake.shape) != made.shape or not all(_holds(fake.dtype, n) for n in made.flat):
             return None
         for n in touched:
             other = n.meta.get("example_value")
             if isinstance(other, torch.Tensor):
                 shared = np.shares_memory(made, self.held[n])
-                if _memory(fake) == _memory(other):
+                if memory(fake) == memory(other):
                     if not shared:
                         return None
                 elif shared:
@@ -92,10 +92,10 @@ class SmallInts:
     def _forget(self, nodes: list[fx.Node]) -> None:
         """What has the memory of these, seen by whatever view."""
         fakes = [n.meta.get("example_value") for n in nodes]
-        gone = {_memory(x) for x in fakes if isinstance(x, torch.Tensor)}
+        gone = {memory(x) for x in fakes if isinstance(x, torch.Tensor)}
         for n in list(self.held):
             fake = n.meta.get("example_value")
-            if not isinstance(fake, torch.Tensor) or _memory(fake) in gone:
+            if not isinstance(fake, torch.Tensor) or memory(fake) in gone:
                 del self.held[n]
 
     def _arg(self, x: Any) -> Any:
@@ -113,7 +113,7 @@ class SmallInts:
         return x
 
 
-def _memory(t: torch.Tensor) -> int:
+def memory(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
@@ -121,17 +121,39 @@ def _name(target: Any) -> str:
     return getattr(target, "__name__", "")
 
 
-def _writes(node: fx.Node, name: str) -> bool:
-    """Whether the call may write to what it is given."""
-    if isinstance(node.target, str):
-        return name.endswith("_")
+def _holds(dtype: torch.dtype, n: Any) -> bool:
+    """Whether a number lies within a type, which would wrap around. Asking a symbol guards it."""
+    info = torch.iinfo(dtype)
+    return bool(n >= info.min) and bool(n <= info.max)
+
+
+def _known(node: fx.Node) -> bool:
+    """Whether the target is PyTorch's or Python's own function of its name."""
     target: Any = node.target
+    if node.op == "call_method":
+        return True
+    if isinstance(target, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
+        return False
+    return (getattr(target, "__module__", None) or "").split(".")[0] in _PURE
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph may write to what it is given."""
+    target: Any = node.target
+    if node.op == "call_method":
+        return str(target).endswith("_")
+    if node.op != "call_function":
+        return True
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, "default", None)
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
-    known = (getattr(target, "__module__", None) or "").split(".")[0] in _PURE
-    return not known or name.endswith("_") or name in _IN_PLACE or "out" in node.kwargs
+    if not _known(node):
+        return True
+    name = _name(target)
+    flags = any(x is True for x in (*node.args, *node.kwargs.values()))  # relu(x, inplace=True)
+    inside = flags and "functional" in (getattr(target, "__module__", None) or "")
+    return name.endswith("_") or name in _IN_PLACE or "out" in node.kwargs or inside
 
 
 # modules of functions that say by their names whether they write
@@ -217,7 +239,7 @@ def _copy(x: Any, **kwargs: Any) -> Any:
 
 
 def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:
-    # whether it is the same memory is looked up at the fake tensor: _right
+    # whether it is the same memory is looked up at the fake tensor: _as
     _typed(*args, *kwargs.values())
     return x
 
@@ -305,4 +327,4 @@ _RULES: dict[str, Callable[..., Any]] = {
 _MAKERS = {"tensor"}
 
 
-__all__ = ["MOST", "SmallInts"]
+__all__ = ["MOST", "SmallInts", "memory", "writes"]

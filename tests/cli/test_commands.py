@@ -177,7 +177,7 @@ def no_arguments():
 
 def breaks():
     def f(x):
-        print(x)
+        torch._dynamo.graph_break()
         return x + 1
 
     return f, (torch.ones(3),)
@@ -268,7 +268,7 @@ BAD_TARGETS = {
     "my_model.py:raises": f"'undefined_name' is not defined (line {_line('undefined_name')})",
     "my_model:no_model": "returned a int as model",
     "my_model:no_arguments": "must return `model, args`",
-    "my_model:breaks": f"line {_line('print(x)')}, in f",
+    "my_model:breaks": f"line {_line('graph_break()')}, in f",
     "my_model:reads_the_device": "item() reads device data on the host",
     "my_model:fits_not": "cannot be captured as one graph",
 }

@@ -71,7 +71,7 @@ def test_explain_tells_phases_too():
 def test_what_is_compiled_after_many_plain_calls_has_no_time_of_other_calls():
     compiled = first_call()
     compiled(x(0), 0)
-    compiled._demote()
+    compiled._demote("too many plain calls")
     compiled(x(1), 1)
     graphs, runtime = (compiled.report().to_dict()[k] for k in ("graphs", "runtime"))
     assert sum(graphs[1]["seconds"].values()) <= runtime["step_seconds"][1]

@@ -231,7 +231,17 @@ def with_sums(q, k, v):
     return out * sums.transpose(1, 2)[..., None]
 
 
+def padded_later(q, k, v):
+    n, s = q.shape[1], k.shape[1]
+    ends = torch.tensor([0, n], dtype=torch.int32), torch.tensor([0, s], dtype=torch.int32)
+    ends[1][1] -= 2
+    return torch.ops.flash_attn._flash_attn_varlen_forward(
+        q[0], k[0], v[0], *ends, n, s, 0.0, 0.3, False
+    )[0][None]
+
+
 MORE = {
+    "lengths written later": padded_later,
     "causal": lambda q, k, v: flash(q, k, v, causal=True),
     "window": lambda q, k, v: flash(q, k, v, window=(5, -1)),
     "window ahead": lambda q, k, v: flash(q, k, v, window=(-1, 0)),
@@ -248,6 +258,26 @@ MORE = {
 @pytest.mark.parametrize("name", MORE)
 def test_what_asks_for_more_stays_as_it_is(name):
     assert chain(Model(MORE[name])) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_was_flattened_before_a_write(batch):
+    def step(x, cache):
+        b, n = x.shape[:2]
+        keys = cache[:, :n].flatten(0, 1)
+        q = x.flatten(0, 1)
+        lens = torch.tensor([n] * b, dtype=torch.int32)
+        ends = torch.cat([lens.new_zeros([1]), lens]).cumsum(0, dtype=torch.int32)
+        cache[:, :n] = 0
+        return torch.ops.flash_attn._flash_attn_varlen_forward(
+            q, keys, keys, ends, ends, n, n, 0.0, 0.3, False
+        )[0]
+
+    x = torch.randn(batch, N, HEADS, WIDTH).double()
+    mine = torch.randn(batch, 2 * N, HEADS, WIDTH).double()
+    its = mine.clone()
+    got = rtc.compile(step, options=rtc.Options(lowering="eager"))(x, mine)
+    torch.testing.assert_close(got, step(x, its), rtol=1e-9, atol=1e-9)
 
 
 class Causal(nn.Module):

@@ -409,3 +409,25 @@ def test_keys_that_are_returned(turned, more):
         for step in range(12):
             for got, want in zip(compiled(x(step), step), eager(x(step), step), strict=True):
                 torch.testing.assert_close(got, want)
+
+
+class Stacked(Base):
+    def forward(self, x, step):
+        q, k, v = self.new(x)
+        self.write(k, v)
+        y = F.scaled_dot_product_attention(q, self.k, self.v) * 2
+        return y, torch.stack([y]), torch.stack([x]), torch.cat([y])
+
+
+def test_a_stack_of_one_is_a_copy():
+    model = Stacked()
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+    with torch.no_grad():
+        for step in range(4):
+            given = [x(step), x(step)]
+            outs = compiled(given[0], step), eager(given[1], step)
+            for y, z in zip(outs, given, strict=True):
+                z.zero_()
+                y[0].mul_(3)
+            for got, want in zip(*outs, strict=True):
+                torch.testing.assert_close(got, want)

@@ -3,12 +3,14 @@
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import rtc
+from rtc.host_numbers import HostNumber, _Place
 from tests.runtime.test_settled import DIM, HEADS, REPLAY, WIDTH, N, attend, rope, table
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -316,7 +318,23 @@ def test_ints_of_a_global_dict_that_go_on():
     assert len(compiled.report().to_dict()["graphs"]) <= 3
 
 
-USES = [compared, asked, asked_torch, asked_type, asked_attribute, asked_other, multiplied, indexed,
+def caught(self, x, at):
+    try:
+        more = self.at.device.index
+    except Exception:
+        more = 100
+    return x.sum() * (more or 1)
+
+
+def caught_sum(self, x, at):
+    try:
+        y = self.at + 1
+    except TypeError:
+        y = 100
+    return x.sum() * y
+
+
+USES = [caught, caught_sum, compared, asked, asked_torch, asked_type, asked_attribute, asked_other, multiplied, indexed,
         halves, copied, inverted, truth]  # fmt: skip
 
 
@@ -478,3 +496,132 @@ def test_graphs_that_undo_each_other_are_compiled_without_rings():
         torch.testing.assert_close(compiled(x, look), eager(x, look), rtol=1e-9, atol=1e-9)
     assert any("take turns" in note for note in compiled.report().to_dict()["runtime"]["notes"])
     torch.testing.assert_close(model.k + 0, eager.k)
+
+
+def test_types_are_not_asked_after_others_were():
+    """Dynamo keeps its way to ask for a type, by kinds of arguments."""
+
+    class Thing:
+        pass
+
+    class Model(nn.Module):
+        def forward(self, x, kv, thing):
+            if isinstance(thing, torch.Tensor):
+                x = x + 100
+            n = kv["end"].item()
+            if isinstance(kv["end"], torch.Tensor):
+                x = x + 1
+            kv["end"].fill_(n + 3)
+            return x + n
+
+    compiled = rtc.compile(Model(), options=PLAIN)
+    with pytest.raises(rtc.HostSyncError):
+        compiled(torch.ones(2), {"end": long(2)}, Thing())
+
+
+class Moving(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.move = move
+        self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+    def forward(self, x, kv):
+        self.k.copy_(torch.cat((self.k[:, 2:], x * kv["end"].item()), 1))
+        self.move(kv)
+        return self.k.sum()
+
+
+def anchored(kv):
+    if "anchor" not in kv:
+        kv["anchor"] = kv["end"]
+    kv["end"].fill_(kv["anchor"].item() + 3)
+
+
+def exchanged(kv):
+    kv["end"].add_(kv["other"].item())
+    kv["end"], kv["other"] = kv["other"], kv["end"]
+
+
+@pytest.mark.parametrize("move", [anchored, exchanged])
+def test_tensors_that_change_places_are_right_or_refused(move):
+    model = Moving(move)
+    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=PLAIN)
+    mine, its = ({"end": long(2), "other": long(5)} for _ in range(2))
+    kept = dict(mine)
+    for _ in range(6):
+        x = torch.randn(1, 2, 4).double()
+        want = eager(x, its)
+        try:
+            got = compiled(x, mine)
+        except Exception as e:  # a number that the model put elsewhere: loud
+            assert "HostNumber" in str(e) or isinstance(e, rtc.HostSyncError)
+            break
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        for name in ("end", "other"):
+            assert isinstance(mine[name], torch.Tensor)
+            assert int(mine[name]) == int(its[name])
+    assert all(isinstance(mine[name], torch.Tensor) for name in kept)
+
+
+def test_a_wrapper_sees_the_arguments_as_they_came():
+    def shown(f):
+        @functools.wraps(f)
+        def wrapper(self, *args, **kwargs):
+            out = f(self, *args, **kwargs)
+            return out + 100 if kwargs.get("flag") else out
+
+        return wrapper
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("end", long(1))
+
+        @shown
+        def forward(self, x, flag=False):
+            return x + self.end.item()
+
+    compiled = rtc.compile(Model(), options=PLAIN)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(torch.ones(2), flag=True), torch.full((2,), 102.0))
+        torch.testing.assert_close(compiled(torch.ones(2), True), torch.full((2,), 2.0))
+
+
+def test_a_call_that_ends_half_way_forgets_what_it_knew(monkeypatch):
+    class Model(nn.Module):
+        def forward(self, x, kv):
+            return x + kv["a"].item() + kv["b"].item()
+
+    compiled = rtc.compile(Model(), options=PLAIN)
+    x, kv = torch.zeros(2), {"a": long(3), "b": long(0)}
+    torch.testing.assert_close(compiled(x, kv), x + 3)
+    kv["a"], kv["b"] = long(9), long(1)
+    put = _Place.put
+
+    def dies(self, holder, value, order=()):
+        put(self, holder, value, order)
+        if isinstance(value, HostNumber):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Place, "put", dies)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(x, kv)
+    monkeypatch.setattr(_Place, "put", put)
+    assert [int(kv[name]) for name in "ab"] == [9, 1]
+    torch.testing.assert_close(compiled(x, kv), x + 10)
+
+
+def test_a_method_of_any_object():
+    class Thing:
+        def __init__(self):
+            self.end = long(1)
+
+        def step(self, x):
+            self.end.add_(2)
+            return x * self.end.item()
+
+    thing = Thing()
+    compiled = rtc.compile(thing.step, options=PLAIN)
+    for i in range(4):
+        torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 3.0 + 2 * i))
+    assert int(thing.end) == 9

@@ -175,7 +175,37 @@ def into_out(sizes, frames):
     return sizes
 
 
+def in_a_checkpoint(sizes, frames):
+    sizes = put(sizes, 77)
+
+    def inner(x):
+        sizes.select(1, 0).fill_(frames)
+        return x + 1
+
+    torch.utils.checkpoint.checkpoint(inner, torch.ones(2), use_reentrant=False)
+    return sizes
+
+
+def relu_in_place(sizes, frames):
+    sizes = put(sizes, frames)
+    sizes[0, 1] = -frames
+    torch.nn.functional.relu(sizes, inplace=True)
+    sizes[0, 1] += 1
+    return sizes
+
+
+def wrapped(sizes, frames):
+    small = torch.tensor([[frames + 2**30, 0, 0]], dtype=torch.int32) * 4
+    return put(sizes, frames + small[0, 0].item() - 4 * frames)
+
+
+def infinite(sizes, frames):
+    torch.tensor([float("-inf"), 1.0])
+    return put(sizes, frames)
+
+
 UNKNOWN = [
+    in_a_checkpoint, relu_in_place, wrapped, infinite,
     by_data, halved, clamped, scattered, through_an_unknown_view, through_another_unknown_view,
     divided_in_place, into_out,
 ]  # fmt: skip
