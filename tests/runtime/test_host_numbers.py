@@ -374,6 +374,23 @@ def test_memory_that_comes_in_twice_is_refused(other):
     assert int(at) == 0
 
 
+def test_a_tensor_in_a_dict_that_is_an_argument_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 8, 4).double())
+
+        def forward(self, x, kv, second):
+            kv["n"].fill_(kv["n"].item() + 1)
+            self.k.copy_(torch.cat((self.k[:, 2:], x), 1))
+            return self.k.sum() * second
+
+    kv = {"n": long(0)}
+    with pytest.raises(rtc.HostSyncError):
+        rtc.compile(Model(), options=PLAIN)(torch.ones(1, 2, 4).double(), kv, kv["n"])
+    assert int(kv["n"]) == 0
+
+
 def test_a_number_as_an_argument_and_in_the_result():
     class Model(nn.Module):
         def __init__(self):
