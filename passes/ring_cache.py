@@ -61,7 +61,7 @@ def run(ctx: Context) -> Outcome:
             continue
         moves = moves_slots(ctx.plan, cohort)
         # taking turns with a graph that does move them, it would have them put in order every time
-        others = any(c.info.source in ctx.rings for c in cohort.caches)
+        others = any(c.info.source in ctx.rings for c in cohort.caches) and ctx.on("hoist_rope")
         if not (moves or cohort.hoist or others):
             continue
         out.matched += len(cohort.caches)

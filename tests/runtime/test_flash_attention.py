@@ -291,14 +291,6 @@ class Causal(nn.Module):
         return flash(x, x, x, causal=True) + flash(x, k, k)
 
 
-def test_causal_over_as_many_keys():
-    model = Causal()
-    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
-    for step in range(8):
-        x = torch.randn(1, N, HEADS, WIDTH).double()
-        torch.testing.assert_close(compiled(x, step), eager(x, step), rtol=1e-9, atol=1e-9)
-
-
 class Filling(nn.Module):
     """A window that fills: lengths of symbolic size."""
 
@@ -315,9 +307,10 @@ class Filling(nn.Module):
         return varlen(x, self.kc[:, first : at + n], self.vc[:, first : at + n])
 
 
-def test_lengths_that_settle():
-    model = Filling()
-    eager, compiled = copy.deepcopy(model), rtc.compile(model, options=REPLAY)
+@pytest.mark.parametrize("model", [Causal, Filling])
+def test_causal_over_as_many_keys_and_lengths_that_settle(model):
+    eager = model()
+    compiled = rtc.compile(copy.deepcopy(eager), options=REPLAY)
     for step in range(16):
         x = torch.randn(1, N, HEADS, WIDTH).double()
         torch.testing.assert_close(compiled(x, step), eager(x, step), rtol=1e-9, atol=1e-9)
