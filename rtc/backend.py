@@ -27,8 +27,10 @@ from rtc import (
     dtensor,
     exchanges,
     for_inductor,
+    reals,
     region_ops,
     regions,
+    siblings,
 )  # fmt: skip
 from rtc.errors import HostSyncError, OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
@@ -50,7 +52,7 @@ from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import Session
 from rtc.runtime.step import Step
-from rtc.settle import Sizes, Watch
+from rtc.settle import Settling, Sizes, Watch
 
 aten = torch.ops.aten
 
@@ -91,8 +93,9 @@ class Compiler:
     ranks: Ranks = field(default_factory=Ranks)  # the others that run this model's collectives
     called: float | None = None  # when the call began that may compile, by time.perf_counter()
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
-    stale: bool = False  # sizes have settled, or a ring was found: the model is to be traced again
+    stale: bool = False  # a ring was found that other graphs should know of: trace again
     since: int = 0  # graphs that were there when it last was
+    patient: bool = True  # graphs whose sizes may yet settle run op by op until they have
     # sources of caches that one of the graphs keeps in a ring, and of those that one leaves alone
     rings: set[str] = field(default_factory=set)
     still: set[str] = field(default_factory=set)
@@ -100,7 +103,11 @@ class Compiler:
     # ints of globals, which Dynamo takes for constants: values seen, and those that changed
     shared: dict[str, int] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)  # ints of layers that differ, see siblings
     quiet: Uncollected = field(default_factory=lambda: Uncollected())
+
+    def __post_init__(self) -> None:
+        self.settling = Settling(self._settles)  # of the graphs since the model was traced anew
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend."""
@@ -129,6 +136,7 @@ class Compiler:
             report.ends("dynamo")
         self._follow(shared_ints())
         _refuse_host_reads(gm)
+        siblings.unite(gm, self.apart)
         attention_calls.hide(gm)
         dtensor.prepare(gm)
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -227,7 +235,11 @@ class Compiler:
         self.on_phase("code generation")
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
-            run = self._lower(new if fused else plain, list(fakes), report)
+            if watch is not None and watch.waits:
+                run = _op_by_op(new if fused else plain)
+                report.notes.append("runs op by op until its sizes have settled")
+            else:
+                run = self._lower(new if fused else plain, list(fakes), report)
             report.ends(self.options.lowering)
             return _watched(_owned(run, inputs, self.session), watch)
         cuts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
@@ -250,8 +262,7 @@ class Compiler:
         def fallback(args: list[Any]) -> Any:
             # the untouched graph, op by op: rare calls only, so it is not worth a compile
             if not lowered:
-                attention_calls.show(plain)
-                lowered.append(_boxed(regions.early_writes(plain)))
+                lowered.append(_op_by_op(plain))
             return lowered[0](args)
 
         def measured(
@@ -351,13 +362,19 @@ class Compiler:
         sizes.differ_from(self.settled)
         if self.dry or len(self.settled) >= _SETTLED:
             return None
-        return Watch(sizes, [n for n in gm.graph.nodes if n.op == "placeholder"], self._settles)
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        watch = Watch(sizes, places, self.settling)
+        alone = self.ranks.dog is None  # with other ranks they are not traced again
+        watch.waits = alone and self.patient and watch.hopeful and self.options.lowering != "eager"
+        self.settling.watches.append(watch)
+        return watch
 
-    def _settles(self, sizes: tuple[int, ...]) -> None:
+    def _settles(self, sizes: tuple[int, ...]) -> bool:
         # with other ranks, which may not see the same and would not come to compile, it stays
-        if self.ranks.dog is None and sizes not in self.settled and len(self.settled) < _SETTLED:
+        new = sizes not in self.settled and len(self.settled) < _SETTLED
+        if new and self.ranks.dog is None:
             self.settled.append(sizes)
-            self.stale = True
+        return new and self.ranks.dog is None
 
     def _refresher(self, inputs: list[InputInfo]) -> Refresher:
         """On a GPU, coming refreshes are compiled and captured ahead."""
@@ -393,6 +410,8 @@ class Compiler:
     ) -> Callable[..., Any]:  # fmt: skip
         """``constant``: numbers of the inputs that stay as they are for a session."""
         inputs = described(gm, [])
+        if self.options.lowering != "eager":
+            reals.spell(gm)  # before it is cut: what passes from part to part is real then
         if self._wants_regions(inputs):
             why = region_ops.obstacle(gm)
             if why is None:
@@ -413,6 +432,7 @@ class Compiler:
             return _boxed(gm)
         from torch._inductor.compile_fx import compile_fx
 
+        reals.spell(gm)
         for_inductor.spell(gm)
         given = {**for_inductor.settings(gm), **dict(self.options.inductor)}
         with torch._inductor.config.patch(given):
@@ -430,6 +450,11 @@ def _watched(run: Callable[[list[Any]], Any], watch: Watch | None) -> Callable[[
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _op_by_op(gm: fx.GraphModule) -> Callable[..., Any]:
+    attention_calls.show(gm)
+    return _boxed(regions.early_writes(gm))
 
 
 def _boxed(gm: fx.GraphModule) -> Callable[..., Any]:

@@ -78,6 +78,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self._session
         started = self._compiler.called = time.perf_counter()
+        self._compiler.settling.calls += 1
         session.before_call()
         try:
             with self._compiler.ranks:
@@ -92,7 +93,7 @@ class Compiled:
                 self._demote(f"{_TOO_MANY_PLAIN} calls in a row took the plain path")
             elif sum(self._undone) > _TOO_MANY_UNDONE and alone and not self._demoted:
                 self._demote("graphs that take turns over a cache undo what the others make of it")
-            elif self._compiler.stale and not self._demoted:
+            elif (self._compiler.stale or self._compiler.settling.due) and not self._demoted:
                 self._trace_again()
             self._seconds.append(time.perf_counter() - started)
 
@@ -109,7 +110,8 @@ class Compiled:
         """Something is known that was not when the graphs so far were traced: sizes have settled,
         or a cache is kept in a ring. To Dynamo, this is another backend, and they are not its."""
         since = len(self._compiler.graphs)
-        self._compiler = replace(self._compiler, stale=False, since=since)
+        patient = self._compiler.patient and not self._compiler.settling.over
+        self._compiler = replace(self._compiler, stale=False, since=since, patient=patient)
         self._caller.compiler = self._compiler
         self._call = torch.compile(self._model, backend=self._compiler, fullgraph=True)
 

@@ -20,6 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
 _STAYED = 2  # times in a row that the ints went on and the sizes stayed: they have settled
+_PATIENCE = 64  # calls that graphs whose sizes have settled wait for the others
+# Code generation takes as long as some hundred calls op by op, and most graphs of a window that
+# fills are never called again.
+_WAIT = 128
 _SCOPE = {"math": math, "torch": torch}
 
 
@@ -114,10 +118,8 @@ class Sizes:
 class Watch:
     """Looks in every call of a graph whether its sizes have settled, and says so once."""
 
-    def __init__(
-        self, sizes: Sizes, places: Sequence[fx.Node], tell: Callable[[tuple[int, ...]], None]
-    ) -> None:
-        self.tell = tell
+    def __init__(self, sizes: Sizes, places: Sequence[fx.Node], settling: Settling) -> None:
+        self.settling = settling
         exprs = [_expr(x) for x in sizes.symbolic]
         names: dict[sympy.Symbol, int] = {}
         for i, n in enumerate(places):
@@ -133,10 +135,14 @@ class Watch:
             args = ", ".join(map(str, symbols))
             self.sizes = eval(f"lambda {args}: ({body},)", dict(_SCOPE))
         self.every = [i for i, n in enumerate(places) if isinstance(n.meta["val"], torch.SymInt)]
+        self.waits = False  # whether the graph runs op by op meanwhile
         self.last: tuple[Any, Any] | None = None
         self.stayed = 0
+        self.steps = 0  # calls with other ints than the one before
+        self.at = 0  # the number of the last of them, among the model's calls
 
     def see(self, args: Sequence[Any]) -> None:
+        self.settling.waited += self.waits
         if self.ints is None:
             return
         now = operator.itemgetter(*self.every)(args)
@@ -145,6 +151,51 @@ class Watch:
         sizes = self.sizes(*(args[i] for i in self.ints))
         same = self.last is not None and sizes == self.last[1]
         self.last, self.stayed = (now, sizes), self.stayed + 1 if same else 0
+        before, self.at = self.at, self.settling.calls
+        self.steps += 1
         if self.stayed >= _STAYED:
             self.ints = None
-            self.tell(sizes)
+            self.settling.tell(sizes, self.at - before)
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether a few calls more may settle its sizes."""
+        return self.ints is not None and (self.stayed > 0 or self.steps <= 1)
+
+
+class Settling:
+    """When the model is to be traced again: once for all of its graphs, if they take turns."""
+
+    def __init__(self, add: Callable[[tuple[int, ...]], bool]) -> None:
+        self.add = add  # keeps sizes that have settled; whether they are new
+        self.calls = 0
+        self.watches: list[Watch] = []
+        self.waited = 0  # calls that ran op by op, as sizes might settle
+        self.since: int | None = None  # the call in which the first sizes settled
+        self.period = 1  # calls from one step to the next of the graph that settled last
+        self.next = 0  # the call that is its turn again
+
+    def tell(self, sizes: tuple[int, ...], period: int) -> None:
+        if self.add(sizes):
+            self.since = self.calls if self.since is None else self.since
+            self.period, self.next = period, self.calls + period
+
+    @property
+    def over(self) -> bool:
+        """Whether graphs whose sizes still change are called so often that they should be fast."""
+        return self.waited >= _WAIT
+
+    @property
+    def due(self) -> bool:
+        """Whether to trace again after this call: the graph that settled last is the next then, as
+        it is the one that moves on, and what it makes of the caches is known to those after it."""
+        if self.over:
+            return True
+        if self.since is None:
+            return False
+        if self.calls - self.since >= _PATIENCE:
+            return True
+        late = self.calls - self.period
+        if any(w.hopeful and w.at >= late for w in self.watches):
+            return False
+        return self.calls + 1 >= self.next
