@@ -17,6 +17,7 @@ New inputs come last, in the order of ``Rewritten.extras``; the runtime supplies
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ from rtc.passes.rotation import rotated
 aten = torch.ops.aten
 
 _LIFTED = 1 << 20  # elements; a larger table is cheaper made on the device
+_WIDE = 1 << 20  # bytes; as much is not worked out and sent in every call if a part of it will do
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,23 @@ class Rewriter:
         self._output.args = (tuple(outputs),)
         made: dict[Any, fx.Node] = {}
         live = _live(self.graph)  # what was rewritten is still there, for the host to evaluate
-        for node in list(self.graph.nodes):
-            if host.deps.get(node, Deps.DATA) & (Deps.INT | Deps.DATA) != Deps.INT:
+        numbers = {
+            n: None
+            for n in self.graph.nodes
+            if host.deps.get(n, Deps.DATA) & (Deps.INT | Deps.DATA) == Deps.INT
+        }
+        here: set[fx.Node] = set()  # made on the device, from less
+        for node in numbers:
+            if any(u in live and u.op != "output" and u not in numbers for u in node.users):
+                here |= _from_less(node, numbers)
+        for node in numbers:
+            if node in here:
                 continue
             val = node.meta["val"]
             for user in list(node.users):
-                if Deps.DATA not in host.deps.get(user, Deps.DATA) or user.op == "output":
+                if (user in numbers and user not in here) or user.op == "output":
+                    continue
+                if user not in here and Deps.DATA not in host.deps.get(user, Deps.DATA):
                     continue
                 if user not in live:
                     continue
@@ -552,6 +565,35 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return _LazyGraphModule(gm, graph)
+
+
+def _from_less(node: fx.Node, numbers: Collection[fx.Node]) -> set[fx.Node]:
+    """What the device can make of a few small values instead of getting a wide ``node`` sent: a
+    table of all tokens from those of its frames, say. ``numbers``: what the host works out."""
+    wide = _bytes(node)
+    if wide < _WIDE:
+        return set()
+    device = node.meta["val"].device
+    made: set[fx.Node] = set()
+    sent: dict[fx.Node, int] = {}
+    todo = [node]
+    while todo:
+        n = todo.pop()
+        behind = [a for a in n.all_input_nodes if a in numbers]
+        if all(_bytes(a) and a.meta["val"].device == device for a in behind):
+            made.add(n)
+            todo += [a for a in behind if a not in made]
+        else:
+            sent[n] = _bytes(n)
+    return made if 4 * sum(sent.values()) <= wide and sent else set()
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of a tensor whose sizes stay; 0: it is none."""
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor) or not all(isinstance(s, int) for s in val.shape):
+        return 0
+    return val.numel() * val.dtype.itemsize
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
