@@ -17,7 +17,6 @@ New inputs come last, in the order of ``Rewritten.extras``; the runtime supplies
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from rtc.passes import entries
+from rtc.passes import entries, lifting
 from rtc.passes.analysis import shapes
 from rtc.passes.analysis.collectives import is_collective
 from rtc.passes.analysis.fn import (
@@ -37,15 +36,12 @@ from rtc.passes.analysis.fn import (
     with_slots,
 )
 from rtc.passes.analysis.host import Deps
-from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, is_pointwise, shape_of
+from rtc.passes.analysis.slots import RowEntry, RowSource, SlotVal, shape_of
 from rtc.passes.nodes import Emitter, fake_mode
 from rtc.passes.plan import Cache, CachePlan, Cohort, View
 from rtc.passes.rotation import rotated
 
 aten = torch.ops.aten
-
-_LIFTED = 1 << 20  # elements; a larger table is cheaper made on the device
-_WIDE = 1 << 20  # bytes; as much is not worked out and sent in every call if a part of it will do
 
 
 @dataclass(frozen=True)
@@ -137,43 +133,15 @@ class Rewriter:
                 self.out.ints[i], outputs[i] = out, None
         self._output.args = (tuple(outputs),)
         made: dict[Any, fx.Node] = {}
-        live = _live(self.graph)  # what was rewritten is still there, for the host to evaluate
-        numbers = {
-            n: None
-            for n in self.graph.nodes
-            if host.deps.get(n, Deps.DATA) & (Deps.INT | Deps.DATA) == Deps.INT
-        }
-        here: set[fx.Node] = set()  # made on the device, from less
-        for node in numbers:
-            if any(u in live and u.op != "output" and u not in numbers for u in node.users):
-                here |= _from_less(node, numbers)
-        for node in numbers:
-            if node in here:
-                continue
+        for node, user, shape, dtype in lifting.meetings(self.graph, host):
             val = node.meta["val"]
-            for user in list(node.users):
-                if (user in numbers and user not in here) or user.op == "output":
-                    continue
-                if user not in here and Deps.DATA not in host.deps.get(user, Deps.DATA):
-                    continue
-                if user not in live:
-                    continue
-                if isinstance(val, torch.Tensor):
-                    if not all(isinstance(s, int) for s in val.shape) or val.numel() > _LIFTED:
-                        continue
-                    shape, dtype, device = tuple(val.shape), val.dtype, val.device
-                elif _takes_tensor(user, node):
-                    shape, device = (), user.meta["val"].device
-                    whole = isinstance(val, (int, torch.SymInt))
-                    dtype = torch.int64 if whole else torch.float64
-                else:
-                    continue
-                key = (host.key(node), dtype, device)
-                if key not in made:
-                    e = Extra("host", 0, operand=len(self.out.lifted), shape=shape, dtype=dtype)
-                    made[key] = self.extra(e, device)
-                    self.out.lifted.append(node)
-                user.replace_input_with(node, made[key])
+            device = val.device if isinstance(val, torch.Tensor) else user.meta["val"].device
+            key = (host.key(node), dtype, device)
+            if key not in made:
+                e = Extra("host", 0, operand=len(self.out.lifted), shape=shape, dtype=dtype)
+                made[key] = self.extra(e, device)
+                self.out.lifted.append(node)
+            user.replace_input_with(node, made[key])
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -496,28 +464,6 @@ class Rewriter:
             b.user.replace_input_with(b.operand, node)
 
 
-def _takes_tensor(user: fx.Node, node: fx.Node) -> bool:
-    """Whether ``user`` takes a number in the places of ``node`` as a tensor just as well."""
-    if not isinstance(user.target, torch._ops.OpOverload) or not is_pointwise(user.target):
-        return False
-    if not isinstance(user.meta.get("val"), torch.Tensor):
-        return False
-    others = [a.meta["val"] for a in user.all_input_nodes if a is not node]
-    tensors = [v for v in others if isinstance(v, torch.Tensor)]
-    # a number has no say in the result's dtype; a tensor of no dimension has, beside another such
-    # one, or beside tensors of a lesser kind
-    whole = isinstance(node.meta["val"], (int, torch.SymInt))
-    if any(v.dim() == 0 for v in tensors) or not any(
-        v.is_floating_point() or (whole and v.dtype != torch.bool) for v in tensors
-    ):
-        return False
-    params = user.target._schema.arguments
-    at = [i for i, a in enumerate(user.args) if a is node]
-    if not at or any(a is node for a in user.kwargs.values()):
-        return False
-    return all(isinstance(params[i].type, torch.TensorType) for i in at)
-
-
 def _reduced(node: fx.Node) -> list[int]:
     """Axes of a maximum; all where it names none."""
     arg = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -565,50 +511,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return _LazyGraphModule(gm, graph)
-
-
-def _from_less(node: fx.Node, numbers: Collection[fx.Node]) -> set[fx.Node]:
-    """What the device can make of a few small values instead of getting a wide ``node`` sent: a
-    table of all tokens from those of its frames, say. ``numbers``: what the host works out."""
-    wide = _bytes(node)
-    if wide < _WIDE:
-        return set()
-    device = node.meta["val"].device
-    made: set[fx.Node] = set()
-    sent: dict[fx.Node, int] = {}
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        behind = [a for a in n.all_input_nodes if a in numbers]
-        if all(_bytes(a) and a.meta["val"].device == device for a in behind):
-            made.add(n)
-            todo += [a for a in behind if a not in made]
-        else:
-            sent[n] = _bytes(n)
-    return made if 4 * sum(sent.values()) <= wide and sent else set()
-
-
-def _bytes(node: fx.Node) -> int:
-    """Of a tensor whose sizes stay; 0: it is none."""
-    val = node.meta["val"]
-    if not isinstance(val, torch.Tensor) or not all(isinstance(s, int) for s in val.shape):
-        return 0
-    return val.numel() * val.dtype.itemsize
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that the output, a write or another rank depends on."""
-    stack = [
-        n for n in graph.nodes
-        if n.op == "output" or n.target is aten.copy_.default or is_collective(n)
-    ]  # fmt: skip
-    live: set[fx.Node] = set()
-    while stack:
-        n = stack.pop()
-        if n not in live:
-            live.add(n)
-            stack += n.all_input_nodes
-    return live
 
 
 def dead_code(graph: fx.Graph) -> None:

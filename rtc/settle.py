@@ -176,9 +176,9 @@ class Settling:
         self.next = 0  # the call that is its turn again
 
     def tell(self, sizes: tuple[int, ...], period: int) -> None:
-        if self.add(sizes):
-            self.since = self.calls if self.since is None else self.since
-            self.period, self.next = period, self.calls + period
+        if self.add(sizes) and self.since is None:
+            self.since = self.calls
+        self.period, self.next = period, self.calls + period
 
     @property
     def over(self) -> bool:

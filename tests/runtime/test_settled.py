@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rtc
+from rtc import backend, settle
 from rtc.settle import Sizes
 
 N, HEADS, WIDTH = 3, 2, 4
@@ -259,6 +260,57 @@ def test_ints_that_a_step_returns_go_on_when_it_is_replayed():
             same(y, want)
             assert n == m
     assert compiled.report().to_dict()["runtime"]["replays"] > 3
+
+
+def test_graphs_that_take_turns_are_traced_again_together():
+    """A block is a call that moves the window and others in its place: one graph each before the
+    sizes have settled, one each after, and the one that moves comes first."""
+    model = Rolling()
+    compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
+    mine, its = model.session(), model.session()
+    traced = []
+    with torch.no_grad():
+        for t in range(12):
+            for _ in range(3):
+                x = frame()
+                same(compiled(x, its, t * N), model(x, mine, t * N))
+                traced.append(len(compiled.report().to_dict()["graphs"]))
+    # the first call, filling and in its place, moving; then the settled two
+    assert traced[-1] == 5
+    assert traced.index(5) - traced.index(4) == 1
+    assert traced.index(4) % 3 == 0
+    assert placed(last(compiled)) == (4, 4)
+    assert compiled.report().to_dict()["runtime"]["imports"] == 1
+
+
+def test_graphs_run_op_by_op_while_their_sizes_may_settle(monkeypatch):
+    """And are compiled all the same if they are called on and on."""
+
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(1, 60 * N, DIM).double())
+
+        def forward(self, x, end):
+            self.k[:, end - N : end] = x
+            return (x @ self.k[:, :end].mT).softmax(-1) @ self.k[:, :end]
+
+    monkeypatch.setattr(settle, "_WAIT", 30)
+    monkeypatch.setattr(backend, "_STATIC_GRAPHS", 3)
+    lowered, lower = [], backend.Compiler._lower
+    monkeypatch.setattr(backend.Compiler, "_lower", lambda *a: lowered.append(a) or lower(*a))
+    model = Growing()
+    compiled = rtc.compile(copy.deepcopy(model))
+    with torch.no_grad():
+        for t in range(1, 45):
+            x = frame()
+            same(compiled(x, t * N), model(x, t * N))
+            if t == 20:
+                assert any("op by op" in note for note in last(compiled)["notes"])
+                before = len(lowered)
+    same(compiled.k, model.k)
+    assert len(lowered) == before + 1
+    assert last(compiled)["notes"] == []
 
 
 def test_a_graph_of_settled_sizes_has_guards_on_them(monkeypatch):
