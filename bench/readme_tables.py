@@ -47,6 +47,25 @@ def steps() -> list[str]:
     return out
 
 
+def rolling() -> list[str]:
+    """A model in the manner of published ones, whose window is kept by numbers in tensors."""
+    out = [
+        "| rolling cache, block of 5 calls | eager | torch.compile | rtc | rtc against torch.compile "
+        "| slowest block: torch.compile, rtc |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in latest(rows("rolling.jsonl"), "preset", "config", "options", "machine"):
+        s = r["sides"]
+        ms = [f"{s[k]['block_ms']:.0f} ms" for k in ("eager", "torch.compile", "rtc")]
+        first = ", ".join(f"{s[k]['slowest_block_s']:.0f} s" for k in ("torch.compile", "rtc"))
+        faster = s["torch.compile"]["block_ms"] / s["rtc"]["block_ms"]
+        out.append(
+            f"| {r['preset']}, {r['config']['layers']} layers, {r['machine']}, {r['torch']} "
+            f"| {' | '.join(ms)} | {faster:.2f}x | {first} |"
+        )
+    return out if len(out) > 2 else []
+
+
 def _count(r: dict[str, Any]) -> str:
     world = r.get("world", 1)
     return f"{world} x " if world > 1 else ""
@@ -229,6 +248,7 @@ def main() -> None:
         numerics(),
         kernels(),
         steps(),
+        rolling(),
         compiles(),
     ]
     body = "\n".join(["", *(line for part in parts if part for line in (*part, ""))])
