@@ -50,7 +50,7 @@ def steps() -> list[str]:
 def rolling() -> list[str]:
     """A model in the manner of published ones, whose window is kept by numbers in tensors."""
     out = [
-        "| rolling cache, block of 5 calls | eager | torch.compile | rtc | rtc against torch.compile "
+        "| rolling cache, 5 calls a block | eager | torch.compile | rtc | against torch.compile "
         "| slowest block: torch.compile, rtc |",
         "|---|---|---|---|---|---|",
     ]
