@@ -8,12 +8,15 @@ import torch
 from torch import fx
 
 from rtc.passes.analysis.collectives import is_collective
+from rtc.passes.analysis.heavy import is_heavy
 from rtc.passes.analysis.host import Deps, HostInfo
+from rtc.passes.analysis.shapes import hint
 from rtc.passes.analysis.slots import is_pointwise
 
 aten = torch.ops.aten
 
 _MOST = 1 << 20  # elements; a larger table is cheaper made on the device
+_WEIGHTS = 1 << 16  # elements
 WIDE = 1 << 20  # bytes; as much is not worked out and sent in every call if a part of it will do
 
 
@@ -22,16 +25,23 @@ def meetings(
 ) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...], torch.dtype]]:
     """(host value, its user on the device, shape and dtype of the tensor to send)."""
     live = _live(graph)  # what was rewritten is still there, for the host to evaluate
-    numbers = {
-        n: None
-        for n in graph.nodes
-        if host.deps.get(n, Deps.DATA) & (Deps.INT | Deps.DATA) == Deps.INT
-    }
+    # what follows from ints; products with weights stay on the device, else the host would have
+    # those of a time embedding, and its work
+    numbers: dict[fx.Node, None] = {}
+    work: set[fx.Node] = set()
+    for n in graph.nodes:
+        if host.deps.get(n, Deps.DATA) & (Deps.INT | Deps.DATA) != Deps.INT:
+            continue
+        if _is_work(n) or any(a in work for a in n.all_input_nodes):
+            work.add(n)
+        else:
+            numbers[n] = None
 
     def users(node: fx.Node) -> list[fx.Node]:
         return [
             u for u in node.users
-            if u in live and u.op != "output" and Deps.DATA in host.deps.get(u, Deps.DATA)
+            if u in live and u.op != "output"
+            and (u in work or Deps.DATA in host.deps.get(u, Deps.DATA))
         ]  # fmt: skip
 
     here: set[fx.Node] = set()  # made on the device, from less
@@ -49,6 +59,24 @@ def meetings(
             elif _takes_tensor(user, node):
                 whole = isinstance(val, (int, torch.SymInt))
                 yield node, user, (), torch.int64 if whole else torch.float64
+
+
+def _is_work(node: fx.Node) -> bool:
+    """A product with weights, or another library's op. A small product may make a table of
+    positions, whose others are made on the host: all of them round alike."""
+    if not is_heavy(node):
+        return False
+    sizes = [_size(a) for a in node.all_input_nodes]
+    return max(sizes, default=0) >= _WEIGHTS or not _is_aten(node)
+
+
+def _size(node: fx.Node) -> int:
+    val = node.meta["val"]
+    return int(hint(val.numel())) if isinstance(val, torch.Tensor) else 0
+
+
+def _is_aten(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
 
 
 def _from_less(node: fx.Node, numbers: Collection[fx.Node]) -> set[fx.Node]:

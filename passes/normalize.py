@@ -316,10 +316,11 @@ class _Splitter:
         if a in self.parts:
             return self.parts[a][i]
         val = a.meta["val"]
-        rank = self.info.node.meta["val"].dim()
-        if not isinstance(val, torch.Tensor) or val.dim() != rank or val.shape[self.axis] == 1:
+        # what has fewer axes is broadcast, from the right
+        axis = self.axis - (self.info.node.meta["val"].dim() - val.dim()) if _is_tensor(val) else -1
+        if axis < 0 or val.shape[axis] == 1:
             return a
-        return self._call(a, aten.slice.Tensor, (a, self.axis, i, i + 1))
+        return self._call(a, aten.slice.Tensor, (a, axis, i, i + 1))
 
     def _call(self, like: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
         node = self.gm.graph.call_function(target, tuple(args), kwargs or {})
@@ -329,6 +330,10 @@ class _Splitter:
         if "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
         return node
+
+
+def _is_tensor(val: Any) -> bool:
+    return isinstance(val, torch.Tensor)
 
 
 def _keep(node: fx.Node) -> bool:

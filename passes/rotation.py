@@ -229,7 +229,11 @@ def find(view: View) -> Rotation | None:
     if at is None or len(view.fn.dims) != 1:
         return None
     inner = _inner(at)
-    tables = at.operands()
+    # a constant in the rest (a norm's weight) turns nothing; a table there moves with positions
+    tables = [
+        o for o in at.operands()
+        if o.role == "table" or inner is None or _outside(at, inner, o)
+    ]  # fmt: skip
     if (
         inner is None
         or not _linear(at, inner)
@@ -249,6 +253,19 @@ def find(view: View) -> Rotation | None:
             return _measure(at, inner, tables)
     except (RuntimeError, NotLocal):
         return None
+
+
+def _outside(at: Fn, inner: Fn, o: Operand) -> bool:
+    """Whether ``at`` uses an operand elsewhere than in ``inner``."""
+    queue = [at]
+    while queue:
+        f = queue.pop()
+        if f.key == inner.key:
+            continue
+        if any(p.key == o.key for p in f.operands_here()):
+            return True
+        queue.extend(f.children)
+    return False
 
 
 def score_axis(view: View, use: tuple[fx.Node, fx.Node, Any]) -> int | None:

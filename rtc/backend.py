@@ -52,6 +52,7 @@ from rtc.runtime.owners import OWNERS, guard_all, owners
 from rtc.runtime.refresh import Refresher
 from rtc.runtime.session import Session
 from rtc.runtime.step import Step
+from rtc.runtime.writes import wrote
 from rtc.settle import Settling, Sizes, Watch
 
 aten = torch.ops.aten
@@ -501,13 +502,21 @@ def _owned(
 ) -> Callable[..., Any]:
     """A graph without caches of its own: caches that another graph keeps are put in order first."""
 
+    mutated = [i.index for i in inputs if i.mutated]
+
     def call(args: list[Any]) -> Any:
         if OWNERS:
             for i in inputs:
-                for st in owners(args[i.index]):
+                t = args[i.index]
+                for st in owners(t):
                     session.undone |= not st.in_order
                     st.materialize()
-        return run(args)
+                    st.dirty |= i.mutated and t.is_inference()  # it counts no version
+        written = [args[i] for i in mutated]
+        try:
+            return run(args)
+        finally:
+            wrote(written)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -82,7 +82,7 @@ class Compiled:
         session.before_call()
         try:
             with self._compiler.ranks:
-                self._compiler.static = None
+                self._caller.compiler.static = None
                 return self._caller(self._call, args, kwargs)
         finally:
             session.after_call()

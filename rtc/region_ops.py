@@ -12,12 +12,6 @@ from rtc.passes.analysis.collectives import is_collective, is_wait
 
 aten = torch.ops.aten
 
-_PRODUCTS = """mm addmm bmm baddbmm _scaled_mm _scaled_mm_v2 _int_mm linear convolution matmul
-    scaled_dot_product_attention _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
-    _grouped_mm _scaled_grouped_mm _weight_int8pack_mm _weight_int4pack_mm""".split()
-
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 COPIES = "clone _to_copy copy contiguous".split()
@@ -43,15 +37,6 @@ def is_view(n: fx.Node) -> bool:
     # by schema: an op that was missing from a list would be read after a write in place
     shared = [r.alias_info for r in t._schema.returns]
     return bool(shared) and all(a is not None and not a.is_write for a in shared)
-
-
-def is_heavy(n: fx.Node) -> bool:
-    if n.target is operator.getitem:
-        return isinstance(n.args[0], fx.Node) and is_heavy(n.args[0])
-    t = n.target
-    if not isinstance(t, torch._ops.OpOverload):
-        return False
-    return t.namespace not in ("aten", "prims") or t._opname in _PRODUCTS
 
 
 def waits(n: fx.Node) -> list[fx.Node]:

@@ -34,12 +34,12 @@ from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
 from rtc.passes.analysis.collectives import is_wait, issues
+from rtc.passes.analysis.heavy import is_heavy
 from rtc.region_ops import (
     COPIES,
     RESHAPES,
     aten_name,
     held_by,
-    is_heavy,
     is_view,
     owner,
     shrinks,

@@ -30,6 +30,7 @@ from rtc.runtime.refresh import Refresher, sent
 from rtc.runtime.session import Session
 from rtc.runtime.state import CohortState, Handle, Kept, Stamp
 from rtc.runtime.step import KEPT, Step
+from rtc.runtime.writes import wrote
 
 _REHEARSAL_SECONDS = 1.0
 _MISSES = 8  # calls in a row that came otherwise than foreseen, after which nothing is foreseen
@@ -103,12 +104,13 @@ class GraphRuntime:
         gm = result.rewritten.gm
         assert gm is not None
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        # used as they are, so they must lie in order
+        # used as they are, so they must lie in order: by the device, or by the host alone
         self.others = [
             i for i in inputs
-            if not i.is_int and not i.parameter and i.index not in managed
-            and places[i.index].users
+            if not i.is_int and i.index not in managed
+            and (i.node.users or places[i.index].users)
         ]  # fmt: skip
+        self.mutated = [i for i in self.inputs if i.mutated]
 
     def _program(self, *, tables: bool = False) -> HostProgram:
         """What the host works out in each call; ``tables``: whole tables too, to check keys."""
@@ -150,15 +152,17 @@ class GraphRuntime:
             raise
         finally:
             self.const.args = ()  # a freed cache must not be kept alive
+            wrote(args_in[self._user(i.index)] for i in self.mutated)
 
     def _call(self, args_in: list[Any]) -> Any:
         states: list[tuple[CohortRuntime, CohortState, Prepared]] = []
         try:
             for i in self.others if OWNERS else ():
-                t = args_in[self._user(i.index)]
-                for st in owners(t):
+                t = args_in[i.index if i.parent is None else i.parent.index]
+                for st in owners(t) if id(t) in OWNERS else ():
                     if any(Handle(t, i.part).overlaps(h) for h in st.handles):
                         st.materialize()
+                        st.dirty |= i.mutated and t.is_inference()  # it counts no version
             args_in += [_cut(args_in[i.parent.index], i.part) for i in self.parts]  # type: ignore[union-attr]
             ints = {i.node: int(args_in[i.index]) for i in self.host.int_inputs}
             consts = self._consts(args_in)

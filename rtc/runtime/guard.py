@@ -36,6 +36,7 @@ _EXPORTS = {
     torch.Tensor.untyped_storage,
     torch.Tensor.storage,
     torch.Tensor.share_memory_,
+    _GETTERS.__cuda_array_interface__.__get__,
 }
 # A write through the result is not counted, though nobody may hold the memory afterwards.
 _UNCOUNTED = {_GETTERS.data.__get__, _GETTERS.data.__set__}
@@ -154,10 +155,14 @@ _ALONE = {False: _holders(torch.zeros(1)), True: _holders(_cut())}
 def alone(t: torch.Tensor) -> bool:
     """Whether nobody else (view, detached alias, NumPy array, DLPack capsule) holds the memory.
 
-    The longer tensor that ``t`` was cut from does not count if nobody else can reach it.
+    The longer tensor that ``t`` was cut from does not count if nobody else can reach it. Memory
+    that torch did not allocate (NumPy's, a buffer's, a file's) or that other processes see has an
+    owner who may look.
     """
     held: Any = t
     if held._use_count() > 1:
+        return False
+    if not t.untyped_storage().resizable() or (t.device.type == "cpu" and t.is_shared()):
         return False
     uses, refs = _holders(t)
     most_uses, most_refs = _ALONE[refs > 0]

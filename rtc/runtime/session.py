@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch._dynamo import eval_frame
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
 from rtc.errors import StateError
 from rtc.runtime import guard
-from rtc.runtime.owners import TURN, guard_all, keepers, lift_all, owns, release
+from rtc.runtime.owners import TURN, guard_all, keepers, lift_all, owns, release, states
 from rtc.runtime.state import CohortState, Counters
 
 
@@ -41,6 +44,9 @@ class Session:
         self.undone = False
         try:
             lift_all()
+            if _steps_aside():
+                for st in states():
+                    release(st)
         except BaseException:  # Ctrl-C
             try:
                 guard_all(self.note)
@@ -105,3 +111,12 @@ class Session:
     def close(self) -> None:
         self.release_all()
         self.closed = True
+
+
+def _steps_aside() -> bool:
+    """Whether Dynamo may run the model itself, eagerly or by another backend
+    (``torch.compiler.set_stance``, a dispatch mode): its caches must be in order then."""
+    stance: Any = eval_frame._stance
+    if stance.stance not in ("default", "fail_on_recompile") or stance.backend is not None:
+        return True
+    return bool(is_in_torch_dispatch_mode(False))

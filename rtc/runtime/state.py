@@ -23,6 +23,7 @@ from rtc.passes.analysis.fn import structural_key
 from rtc.passes.analysis.host import cut
 from rtc.passes.analysis.layout import Placement
 from rtc.passes.plan import Cohort
+from rtc.runtime import writes
 from rtc.runtime.classes import ClassState
 
 
@@ -55,13 +56,14 @@ class Handle:
 class Stamp:
     """Which tensor, and which version of it: a constant is what it was if the stamps agree.
 
-    An inference tensor has no version; ``epoch`` counts how often the user asked to forget.
+    An inference tensor has no version: what graphs write is counted, and ``epoch`` counts how often
+    the user asked to forget.
     """
 
     def __init__(self, tensor: torch.Tensor, epoch: int) -> None:
         self.ref = weakref.ref(tensor)  # an id may come back once its tensor is gone
         # .data = gives it other memory and counts no version
-        version = None if tensor.is_inference() else tensor._version
+        version = (writes.count(tensor), None) if tensor.is_inference() else tensor._version
         self.rest = (version, tensor.data_ptr(), epoch)
 
     def same(self, other: Stamp) -> bool:
