@@ -95,7 +95,7 @@ class Compiler:
     called: float | None = None  # when the call began that may compile, by time.perf_counter()
     settled: list[tuple[int, ...]] = field(default_factory=list)  # sizes of graphs, see settle
     stale: bool = False  # a ring was found that other graphs should know of: trace again
-    since: int = 0  # graphs that were there when it last was
+    since: int = 0  # graphs that were there when the model was last traced anew
     patient: bool = True  # graphs whose sizes may yet settle run op by op until they have
     # sources of caches that one of the graphs keeps in a ring, and of those that one leaves alone
     rings: set[str] = field(default_factory=set)
@@ -191,12 +191,15 @@ class Compiler:
         inputs = described(gm, sources)
         sample = {i.node: hint(i.node.meta["val"]) for i in inputs if i.is_int}
         self._specialize(inputs, sample)
-        watch = self._settle(gm, report)
+        watch = self._settle(gm, inputs, report)
         fakes = [i.node.meta["val"] for i in inputs]
         report.ends("passes")
         parties = [] if self.dry else self.ranks.join(gm, self.options)
         if parties:
             report.ends("ranks")
+        if watch is not None:
+            # with other ranks the model is not traced again
+            watch.waits &= not parties and self.ranks.dog is None
         plain = copied(gm)
         report.before(gm, inputs)
         try:
@@ -243,6 +246,8 @@ class Compiler:
                 run = self._lower(new if fused else plain, list(fakes), report)
             report.ends(self.options.lowering)
             return _watched(_owned(run, inputs, self.session), watch)
+        if watch is not None:
+            watch.waits = False
         cuts = [i.node.meta["val"] for i in result.inputs[len(inputs) :]]
         extras = [n.meta["val"] for n in result.rewritten.nodes]
         first = len(fakes) + len(cuts)
@@ -348,7 +353,9 @@ class Compiler:
             self.moving |= moved
             raise Specialize(moved)
 
-    def _settle(self, gm: fx.GraphModule, report: GraphReport) -> Watch | None:
+    def _settle(
+        self, gm: fx.GraphModule, inputs: list[InputInfo], report: GraphReport
+    ) -> Watch | None:
         """Hold sizes that are known to have settled as constants; watch those that may yet."""
         sizes = Sizes(gm) if self.fixed is not None else None
         if not sizes:
@@ -365,8 +372,9 @@ class Compiler:
             return None
         places = [n for n in gm.graph.nodes if n.op == "placeholder"]
         watch = Watch(sizes, places, self.settling)
-        alone = self.ranks.dog is None  # with other ranks they are not traced again
-        watch.waits = alone and self.patient and watch.hopeful and self.options.lowering != "eager"
+        # where no int of the program goes on, nothing will settle: a prompt's length, say
+        goes_on = any(inputs[i].counts for i in watch.ints or ())
+        watch.waits = goes_on and self.patient and self.options.lowering != "eager"
         self.settling.watches.append(watch)
         return watch
 

@@ -76,9 +76,9 @@ class Compiled:
         self._seconds: deque[float] = deque(maxlen=10_000)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session = self._session
-        started = self._compiler.called = time.perf_counter()
-        self._compiler.settling.calls += 1
+        session, compiler = self._session, self._compiler
+        started = compiler.called = time.perf_counter()
+        compiler.settling.calls += 1
         session.before_call()
         try:
             with self._compiler.ranks:
@@ -87,13 +87,13 @@ class Compiled:
         finally:
             session.after_call()
             # with other ranks, which may not take that path and would not come to compile, it stays
-            alone = self._compiler.ranks.dog is None
+            alone = compiler.ranks.dog is None
             self._undone.append(session.undone)
             if session.plain_in_a_row >= _TOO_MANY_PLAIN and alone and not self._demoted:
                 self._demote(f"{_TOO_MANY_PLAIN} calls in a row took the plain path")
             elif sum(self._undone) > _TOO_MANY_UNDONE and alone and not self._demoted:
                 self._demote("graphs that take turns over a cache undo what the others make of it")
-            elif (self._compiler.stale or self._compiler.settling.due) and not self._demoted:
+            elif alone and not self._demoted and (compiler.stale or compiler.settling.due):
                 self._trace_again()
             self._seconds.append(time.perf_counter() - started)
 
@@ -102,7 +102,8 @@ class Compiled:
         self._demoted = True
         self._session.note(f"{why}: from here on the model is compiled without the cache passes")
         self._session.release_all()
-        plain = replace(self._compiler, options=self._options.without_passes(), called=None)
+        options = self._options.without_passes()
+        plain = replace(self._compiler, options=options, called=None, patient=False)
         self._caller.compiler = plain
         self._call = torch.compile(self._model, backend=plain, fullgraph=True)
 

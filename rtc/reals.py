@@ -2,8 +2,8 @@
 
 Rotations are often written with complex numbers, which Inductor has no code for: it falls back op
 by op, each through memory, in complex128 as often as not. In reals the whole rotation is one kernel
-with what stands around it. A complex x [...] is [..., 2] here; its product is the one that torch
-computes, with the same roundings.
+with what stands around it. A complex x [...] is [..., 2] here. Products are torch's to the last bit
+or so; what would lie in memory otherwise than torch lays it out is left as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rtc.passes.nodes import Emitter
 aten = torch.ops.aten
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-# name of the argument that counts axes -> its place
+# op -> the place of its argument that counts axes
 _AXES = {
     aten.cat.default: 1,
     aten.slice.Tensor: 1,
@@ -41,6 +41,7 @@ _SIZES: dict[Any, tuple[Any, int]] = {
 _ALIKE = {aten.clone.default, aten.alias.default, aten.detach.default, aten.index.Tensor}
 _CONJ = {aten.conj_physical.default, aten._conj_physical.default, aten._conj.default}
 _OTHERS = {operator.getitem, aten.permute.default, aten.transpose.int, *_ALIKE, *_CONJ}
+_TO = {"dtype", "device", "layout", "non_blocking"}
 _SOURCES = {aten.view_as_complex.default, aten.polar.default}
 
 
@@ -57,7 +58,8 @@ def spell(gm: fx.GraphModule) -> None:
             wanted.add(node)
             todo += _operands(node)
     reals: dict[fx.Node, Any] = {}
-    for node in list(gm.graph.nodes):
+    before = dict.fromkeys(gm.graph.nodes)
+    for node in before:
         if node in wanted:
             at = node  # there: what it reads may be written later
             while at.op == "placeholder":
@@ -65,13 +67,22 @@ def spell(gm: fx.GraphModule) -> None:
             with gm.graph.inserting_before(at):
                 reals[node] = _spelling(node, reals, Emitter(gm.graph, node))
     for node in ends:
-        node.replace_all_uses_with(reals[node.args[0]])
-        gm.graph.erase_node(node)
+        if _laid_out_alike(reals[node.args[0]], node):
+            node.replace_all_uses_with(reals[node.args[0]])
+            gm.graph.erase_node(node)
     for node in reversed(list(gm.graph.nodes)):
-        if node in wanted and node.op != "placeholder" and not node.users:
+        mine = node not in before or (node in wanted and node.op != "placeholder")
+        if mine and not node.users:
             gm.graph.erase_node(node)
     if ends:
         gm.recompile()
+
+
+def _laid_out_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Of one shape: whether strides agree, where they matter."""
+    x, y = a.meta["val"], b.meta["val"]
+    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+    return all(hint(n) == 1 or hint(s) == hint(t) for n, s, t in strides)
 
 
 def _val(x: Any) -> Any:
@@ -110,10 +121,15 @@ def _is_known(node: fx.Node) -> bool:
     """Whether there is a spelling if there is one for its operands."""
     if not _is_complex(node):
         return False
-    if node.op == "placeholder" or node.target in _SOURCES:
+    if node.op == "placeholder":
+        return not _val(node).is_conj()
+    tensors = [_val(n) for n in node.all_input_nodes if isinstance(_val(n), torch.Tensor)]
+    if len({t.device for t in tensors}) > 1 or any(t.dim() == 0 for t in tensors):
+        return False
+    if node.target in _SOURCES:
         return True
     if node.target is aten._to_copy.default:
-        return _is_complex(node.args[0])
+        return _is_complex(node.args[0]) and node.kwargs.keys() <= _TO
     if node.kwargs:
         return False
     if node.target is aten.cat.default:
@@ -179,7 +195,8 @@ def _product(node: fx.Node, args: list[Any], emit: Emitter) -> Any:
         ]
         return emit(aten.mul.Tensor, *args)
     # the smaller one is taken apart: a table, which is broadcast over heads
-    w, x = sorted(args, key=lambda a: hint(a.meta["val"].numel()))
+    sizes = [hint(a.meta["val"].numel()) for a in args]
+    w, x = args if sizes[0] < sizes[1] else args[::-1]
     turned = emit(aten.cat.default, [_negated(w, emit), _part(w, 1, emit)], -1)
     straight = emit(aten.mul.Tensor, x, _part(w, 0, emit))
     crossed = emit(aten.mul.Tensor, emit(aten.flip.default, x, [-1]), turned)

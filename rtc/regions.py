@@ -523,7 +523,7 @@ def early_writes(gm: fx.GraphModule) -> fx.GraphModule:
         if isinstance(new, fx.Node):
             after.append(new)
         if all(r.op == "call_function" for r in after):
-            max(after, key=cutter.index.__getitem__).append(n)
+            max(after).append(n)  # as they stand now: others were moved before
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -37,12 +37,13 @@ def back(x, table):
     y = pairs(x) * turn.conj().resolve_conj()
     turn = turn[0]
     y = y - pairs(x).clone() + turn[0].to(torch.complex128)
-    return torch.view_as_real(y * table.real[0, 0].reshape(1)).flatten(2)
+    y = torch.cat(y.split(5, -3), -3).repeat(1, 1, 2)
+    return torch.view_as_real(y * table.real[:12, :1].unsqueeze(-1)).flatten(2)
 
 
 def made_here(x, table):
     angles = torch.outer(torch.arange(12).double(), x[0, 0, :4].double())
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    turn = torch.polar(1 + angles**2, angles)[:, None]
     index = torch.arange(12).flip(0)
     return torch.view_as_real(pairs(x)[index] * turn.index_select(0, index))
 
@@ -78,6 +79,45 @@ def test_what_has_no_spelling_stays():
     for a, b in zip(gm(x), f(x), strict=True):
         assert torch.equal(a, b)
     assert any(n.target is aten.exp.default for n in gm.graph.nodes)
+
+
+def test_what_would_lie_otherwise_in_memory_stays():
+    def f(a, b):
+        y = torch.view_as_real(torch.view_as_complex(b).T * torch.view_as_complex(a))
+        return y.as_strided((5,), (1,)) + 1, torch.view_as_real(
+            torch.view_as_complex(b).T.conj() * 1
+        )
+
+    a, b = torch.randn(3, 4, 2), torch.randn(4, 3, 2)
+    gm = make_fx(f, tracing_mode="fake")(a, b)
+    reals.spell(gm)
+    gm.graph.lint()
+    for x, y in zip(gm(a, b), f(a, b), strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == y.stride()
+
+
+def test_a_conjugated_input_and_numbers_without_axes_stay():
+    def f(x, table, one):
+        y = torch.view_as_complex(x)
+        turned = torch.view_as_real((y * table).resolve_conj())
+        return (
+            turned,
+            torch.view_as_real((y * one).transpose(0, 0)),
+            torch.view_as_real(y.sum() * one),
+        )
+
+    x = torch.randn(3, 2)
+    for table in (
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64),
+    ):
+        args = x, table, torch.randn((), dtype=torch.complex64)
+        gm = make_fx(f, tracing_mode="fake")(*args)
+        reals.spell(gm)
+        gm.graph.lint()
+        for got, want in zip(gm(*args), f(*args), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_a_value_is_read_where_it_was():

@@ -293,7 +293,8 @@ def test_graphs_run_op_by_op_while_their_sizes_may_settle(monkeypatch):
 
         def forward(self, x, end):
             self.k[:, end - N : end] = x
-            return (x @ self.k[:, :end].mT).softmax(-1) @ self.k[:, :end]
+            k = self.k[:, None, :end]
+            return F.scaled_dot_product_attention(x[:, None], k, k)[:, 0]
 
     monkeypatch.setattr(settle, "_WAIT", 30)
     monkeypatch.setattr(backend, "_STATIC_GRAPHS", 3)
@@ -311,6 +312,50 @@ def test_graphs_run_op_by_op_while_their_sizes_may_settle(monkeypatch):
     same(compiled.k, model.k)
     assert len(lowered) == before + 1
     assert last(compiled)["notes"] == []
+
+
+class Prompted(Sliding):
+    """A text of any length beside the window."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ring", torch.zeros(1, 4 * N, DIM).double())
+
+    def forward(self, x, text):
+        self.ring.copy_(torch.cat([self.ring[:, N:], self.o(x)], 1))
+        y = (x @ self.ring.mT).softmax(-1) @ self.ring
+        return y + (x @ text.mT).softmax(-1) @ text
+
+
+@pytest.mark.parametrize("rings", [True, False])
+def test_sizes_that_follow_from_no_int_are_not_waited_for(monkeypatch, rings):
+    """A prompt of another length: its graph is compiled at once, and stays."""
+    monkeypatch.setattr(settle, "_WAIT", 12)
+    lowered, lower = [], backend.Compiler._lower
+    monkeypatch.setattr(backend.Compiler, "_lower", lambda *a: lowered.append(a) or lower(*a))
+    model = Prompted()
+    options = rtc.Options(ring_cache=rings, lowering="inductor", warn=False)
+    compiled = rtc.compile(copy.deepcopy(model), options=options)
+    with torch.no_grad():
+        for t in range(30):
+            x, text = frame(), torch.randn(1, 5 + t // 2, DIM).double()
+            same(compiled(x, text), model(x, text))
+    same(compiled.ring, model.ring)
+    assert len(lowered) == len(compiled.report().to_dict()["graphs"]) <= 3
+
+
+def test_a_demoted_model_does_not_wait(monkeypatch):
+    """It is not traced again, so its graphs would run op by op for good."""
+    model = Sliding()
+    compiled = rtc.compile(copy.deepcopy(model), options=rtc.Options(warn=False))
+    compiled._demote("a test")
+    lowered, lower = [], backend.Compiler._lower
+    monkeypatch.setattr(backend.Compiler, "_lower", lambda *a: lowered.append(a) or lower(*a))
+    with torch.no_grad():
+        for t in range(4):
+            x = frame()
+            same(compiled(x, t * N), model(x, t * N))
+    assert lowered
 
 
 def test_a_graph_of_settled_sizes_has_guards_on_them(monkeypatch):
