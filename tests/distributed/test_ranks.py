@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import rtc
+from rtc import settle
 from rtc.ranks import Ranks, watchdog
 from rtc.ranks.agree import difference
 from rtc.ranks.watchdog import Watchdog, _Peer, watch
@@ -114,6 +115,33 @@ def test_ranks_that_disagree_are_told() -> None:
         assert wrong < 1e-6
         assert state == "done"
         assert threads == [False, False]
+
+
+class Growing(nn.Module):
+    """A window of numbers, of another length on rank 1, whose sizes never change there."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(1, 40, 4))
+
+    def forward(self, x, end):
+        t = self.table[:, : end if dist.get_rank() == 0 else 5]
+        return x + funcol.all_reduce((x @ t.mT).softmax(-1) @ t, "sum", dist.group.WORLD) + end
+
+
+def growing():
+    settle._WAIT = 4
+    model = compiled(Growing(), lowering="inductor", rank_check="collectives")
+    with torch.no_grad():
+        for i in range(10):
+            model(torch.ones(1, 3, 4), 7 + i)
+    graphs = model.report().to_dict()["graphs"]
+    model.close()
+    return len(graphs), [n for g in graphs for n in g["notes"] if "op by op" in n]
+
+
+def test_ranks_do_not_wait_for_sizes_and_trace_again_alone() -> None:
+    assert run_ranks(growing, 2, timeout=120) == [(1, []), (1, [])]
 
 
 def through_torch_compile():
