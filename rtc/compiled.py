@@ -30,10 +30,30 @@ def compile(
     The whole call is captured as one graph. Python int arguments (a step index) stay symbolic, so
     that they never recompile. ``on_phase(name)`` is told what the compiler is doing.
 
-    Raises UnsupportedError for a torch outside the supported range.
+    Raises UnsupportedError for a torch outside the supported range, and for a model of which a part
+    is compiled already.
     """
     check_torch()
-    return Compiled(model, options or Options(), on_phase)
+    inside = _compiled_parts(model)
+    if inside:
+        raise UnsupportedError(
+            f"{inside[0]} is compiled by rtc already: compile the whole model or that part of it"
+        )
+    made = CompiledModule if isinstance(model, torch.nn.Module) else Compiled
+    return made(model, options or Options(), on_phase)
+
+
+def _compiled_parts(model: Any) -> list[str]:
+    if isinstance(model, Compiled):
+        return ["the model"]
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [
+        f"{name}.{child}".lstrip(".")
+        for name, module in model.named_modules()
+        for child, part in module._modules.items()
+        if isinstance(part, Compiled)
+    ]
 
 
 def check_torch() -> None:
@@ -170,6 +190,22 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"rtc.compile({type(self._model).__name__}, {len(self._compiler.graphs)} graphs)"
+
+
+class CompiledModule(Compiled, torch.nn.Module):
+    """A compiled module, which may be a child of another: ``pipeline.generator = rtc.compile(..)``.
+
+    What is not of :class:`Compiled` is asked of the model, methods of Module as well: they may be
+    the model's own, and what they walk is the model.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN or name in _METHODS or (name.startswith("__") and name.endswith("__")):
+            return object.__getattribute__(self, name)
+        return Compiled.__getattr__(self, name)
+
+
+_METHODS = frozenset(name for name in vars(Compiled) if not name.startswith("__"))
 
 
 def explain(

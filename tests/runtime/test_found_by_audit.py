@@ -266,3 +266,47 @@ def test_a_norm_with_a_weight_before_a_rotation_that_goes_on():
     assert hoist["refused"] == []
     # at first, and after the write: folded in between
     assert compiled.report().to_dict()["runtime"]["refreshed_slots"] < 40
+
+
+class Pipeline(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.out = Window(), nn.Linear(6, 6).double()
+
+    def forward(self, x, step):
+        return self.out(self.generator(x, step))
+
+
+def test_a_compiled_model_is_a_child_of_another_module():
+    eager = Pipeline()
+    pipeline = copy.deepcopy(eager)
+    pipeline.generator = rtc.compile(pipeline.generator, options=EAGER)
+    with torch.no_grad():
+        chain(eager, pipeline, range(6))
+        same_caches(eager.generator, pipeline.generator)
+        assert list(pipeline.state_dict()) == list(eager.state_dict())
+        assert [n for n, _ in pipeline.named_parameters()] == [
+            n for n, _ in eager.named_parameters()
+        ]
+        with torch.no_grad():
+            for m in (eager, pipeline):
+                for p in m.parameters():
+                    p.mul_(1.1)
+        chain(eager, pipeline, range(6, 9))
+        pipeline.load_state_dict(eager.state_dict())
+        assert pipeline.train().generator.training
+        assert not pipeline.eval().generator.training
+        for m in (eager, pipeline):
+            m.float()
+        assert pipeline.generator.k.dtype == torch.float32
+        out = pipeline(x(9, dtype=torch.float32), 9)
+        close(eager(x(9, dtype=torch.float32), 9), out, 1e-5)
+    assert pipeline.generator.report().to_dict()["graphs"]
+    with pytest.raises(rtc.UnsupportedError, match="generator is compiled by rtc already"):
+        rtc.compile(pipeline)
+    with pytest.raises(rtc.UnsupportedError, match="compiled by rtc already"):
+        rtc.compile(pipeline.generator)
+    twin = copy.deepcopy(pipeline)
+    with torch.no_grad():
+        close(pipeline(x(10, dtype=torch.float32), 10), twin(x(10, dtype=torch.float32), 10), 1e-5)
