@@ -18,7 +18,6 @@ from torch import fx
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rtc import (
@@ -28,20 +27,20 @@ from rtc import (
     exchanges,
     for_inductor,
     reals,
+    refused,
     region_ops,
     regions,
     siblings,
 )  # fmt: skip
-from rtc.errors import HostSyncError, OptionsError, UnsupportedError
+from rtc.errors import OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
 from rtc.inputs import described, named, parts, shared_ints
 from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
-from rtc.passes.analysis.host import InputInfo, where
+from rtc.passes.analysis.host import InputInfo
 from rtc.passes.analysis.shapes import hint
 from rtc.passes.analysis.slots import COPIES
-from rtc.passes.analysis.symbols import spelled
 from rtc.passes.base import IllegalCombination
 from rtc.passes.rewrite import copied
 from rtc.ranks import Ranks
@@ -136,7 +135,8 @@ class Compiler:
             report.starts(self.called)
             report.ends("dynamo")
         self._follow(shared_ints())
-        _refuse_host_reads(gm)
+        refused.host_reads(gm)
+        refused.lost_writes(gm)
         siblings.unite(gm, self.apart)
         attention_calls.hide(gm)
         dtensor.prepare(gm)
@@ -550,40 +550,8 @@ def rtc(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
 # -- graph preparation -----------------------------------------------------------------------------
 
 
-def _refuse_host_reads(gm: fx.GraphModule) -> None:
-    for node in reversed(gm.graph.nodes):
-        if _python_number(node):
-            continue
-        if node.op == "call_method" and node.target in ("item", "tolist", "__bool__", "__int__"):
-            if type(node.meta.get("example_value")) in (int, float, bool) and not node.users:
-                gm.graph.erase_node(node)  # of a tensor made from numbers: known since the trace
-                continue
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.SymInt) and not free_unbacked_symbols(value):
-                made = spelled(
-                    gm.graph, node, value, "example_value"
-                )  # likewise, of numbers that change
-                if made is not None:
-                    node.replace_all_uses_with(made)
-                    gm.graph.erase_node(node)
-                    continue
-            raise HostSyncError(
-                f"{where(node) or node.name}: .{node.target}() reads device data on the host in "
-                "the middle of the step, which stops the host from running ahead. Keep the value "
-                "as a Python int outside the tensors (a step counter, say), or on the device."
-            )
-
-
 def _single(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not x.is_floating_point() and x.numel() == 1
-
-
-def _python_number(node: fx.Node) -> bool:
-    """``.item()`` of a Python float argument, which Dynamo passes as a tensor: no device read."""
-    src = node.args[0] if node.args else None
-    if not isinstance(src, fx.Node) or src.op != "placeholder":
-        return False
-    return bool(getattr(src.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
 def _symbols(val: Any) -> set[Any]:

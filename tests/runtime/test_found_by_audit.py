@@ -310,3 +310,40 @@ def test_a_compiled_model_is_a_child_of_another_module():
     twin = copy.deepcopy(pipeline)
     with torch.no_grad():
         close(pipeline(x(10, dtype=torch.float32), 10), twin(x(10, dtype=torch.float32), 10), 1e-5)
+
+
+class Counts(nn.Module):
+    def __init__(self, dtype, how, shape=()):
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.ones(shape, dtype=dtype))
+        self.register_buffer("cache", torch.zeros(1, 6, 4))
+
+    def forward(self, x):
+        if self.how == "method":
+            self.scale.mul_(2)
+        elif self.how == "operator":
+            self.scale *= 2
+        elif self.how == "setitem":
+            self.scale[...] = self.scale * 2
+        else:
+            torch.mul(self.scale, 2, out=self.scale)
+        self.cache.copy_(torch.cat([self.cache[:, 2:], x], 1))
+        return (x @ self.cache.mT).softmax(-1) @ self.cache * self.scale
+
+
+@pytest.mark.parametrize("how", ["method", "operator", "setitem", "out"])
+@pytest.mark.parametrize("kind", ["float64", "float32", "an axis"])
+def test_writes_to_a_number_in_a_tensor_are_not_lost(kind, how):
+    """torch.compile loses those to a float64 one on the CPU."""
+    dtype = torch.float32 if kind == "float32" else torch.float64
+    model = Counts(dtype, how, (1,) if kind == "an axis" else ())
+    compiled = rtc.compile(copy.deepcopy(model), options=EAGER)
+    with torch.no_grad():
+        if kind == "float64":
+            with pytest.raises(rtc.UnsupportedError, match=r"audit.*scale.*lose"):
+                compiled(torch.ones(1, 2, 4))
+            return
+        for _ in range(4):
+            close(model(torch.ones(1, 2, 4)), compiled(torch.ones(1, 2, 4)), 1e-6)
+    close(model.scale, compiled.scale)
