@@ -121,6 +121,19 @@ class Sliding(nn.Module):
         return x + self.o(attend(q, k, self.v[:, first:end]))
 
 
+class Growing(nn.Module):
+    """All that came before, in every call more."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("k", torch.zeros(1, 60 * N, DIM).double())
+
+    def forward(self, x, end):
+        self.k[:, end - N : end] = x
+        k = self.k[:, None, :end]
+        return F.scaled_dot_product_attention(x[:, None], k, k)[:, 0]
+
+
 def frame():
     return torch.randn(1, N, DIM).double()
 
@@ -201,16 +214,6 @@ def test_a_window_that_is_made_smaller_is_read_with_its_new_size():
 
 def test_sizes_that_change_in_every_call_are_left_symbolic():
     """Nothing settles: some lengths have a graph each, the rest one for all."""
-
-    class Growing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("k", torch.zeros(1, 60 * N, DIM).double())
-
-        def forward(self, x, end):
-            self.k[:, end - N : end] = x
-            return (x @ self.k[:, :end].mT).softmax(-1) @ self.k[:, :end]
-
     model = Growing()
     compiled = rtc.compile(copy.deepcopy(model), options=REPLAY)
     with torch.no_grad():
@@ -285,17 +288,6 @@ def test_graphs_that_take_turns_are_traced_again_together():
 
 def test_graphs_run_op_by_op_while_their_sizes_may_settle(monkeypatch):
     """And are compiled all the same if they are called on and on."""
-
-    class Growing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("k", torch.zeros(1, 60 * N, DIM).double())
-
-        def forward(self, x, end):
-            self.k[:, end - N : end] = x
-            k = self.k[:, None, :end]
-            return F.scaled_dot_product_attention(x[:, None], k, k)[:, 0]
-
     monkeypatch.setattr(settle, "_WAIT", 30)
     monkeypatch.setattr(backend, "_STATIC_GRAPHS", 3)
     lowered, lower = [], backend.Compiler._lower
