@@ -15,6 +15,7 @@ LOSES = tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 14)
 _IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")} | {
     "setitem"
 }
+_VIEWS = ("detach", "view", "view_as", "reshape", "squeeze", "expand", "unsqueeze", "flatten")
 
 
 def host_reads(gm: fx.GraphModule) -> None:
@@ -47,24 +48,37 @@ def lost_writes(gm: fx.GraphModule) -> None:
     if not LOSES:
         return
     for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        method = node.op == "call_method" and name.endswith("_") and not name.startswith("__")
-        function = node.op == "call_function" and (
-            name in _IN_PLACE
-            or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
-        )
-        written = [*node.args[:1]] if method or function else []
-        written += [x for x in (node.kwargs.get("out"),) if isinstance(x, fx.Node)]
-        for x in written:
-            held = x.meta.get("example_value") if isinstance(x, fx.Node) else None
-            if not isinstance(held, torch.Tensor) or x.op != "placeholder":
+        for x in _written(node):
+            held = _root(x)
+            value = held.meta.get("example_value")
+            if held.op != "placeholder" or not isinstance(value, torch.Tensor):
                 continue
-            if held.dim() == 0 and held.dtype == torch.float64 and held.device.type == "cpu":
+            if value.dim() == 0 and value.dtype == torch.float64 and value.device.type == "cpu":
                 raise UnsupportedError(
-                    f"{where(node) or node.name}: writes to {named(x)[0]}, a float64 tensor "
+                    f"{where(node) or node.name}: writes to {named(held)[0]}, a float64 tensor "
                     "without axes on the CPU, which torch.compile would lose. Give it one axis, or "
                     "keep it in another dtype or on the GPU."
                 )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a node of Dynamo's graph writes in place, by its name where there is no schema."""
+    name = getattr(node.target, "__name__", str(node.target))
+    found: list[fx.Node] = []
+    schema = getattr(node.target, "_schema", None)
+    named_so = name.endswith("_") and not name.endswith("__")
+    calls = node.op in ("call_method", "call_function")
+    if calls and (named_so or name in _IN_PLACE or (schema is not None and schema.is_mutable)):
+        fx.node.map_arg(node.args[:1], found.append)
+    fx.node.map_arg(node.kwargs.get("out"), found.append)
+    return found
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor behind views of it."""
+    while node.op == "call_method" and node.target in _VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _python_number(node: fx.Node) -> bool:

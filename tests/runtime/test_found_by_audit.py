@@ -327,13 +327,21 @@ class Counts(nn.Module):
             self.scale *= 2
         elif self.how == "setitem":
             self.scale[...] = self.scale * 2
+        elif self.how == "view":
+            self.scale.detach().view(-1).mul_(2)
+        elif self.how == "function":
+            torch.square_(self.scale.fill_(1.5))
+        elif self.how == "list":
+            torch._foreach_mul_([self.scale], 2)
         else:
             torch.mul(self.scale, 2, out=self.scale)
         self.cache.copy_(torch.cat([self.cache[:, 2:], x], 1))
         return (x @ self.cache.mT).softmax(-1) @ self.cache * self.scale
 
 
-@pytest.mark.parametrize("how", ["method", "operator", "setitem", "out"])
+@pytest.mark.parametrize(
+    "how", ["method", "operator", "setitem", "out", "view", "function", "list"]
+)
 @pytest.mark.parametrize("kind", ["float64", "float32", "an axis"])
 def test_writes_to_a_number_in_a_tensor_are_not_lost(kind, how):
     """torch.compile loses those to a float64 one on the CPU."""
