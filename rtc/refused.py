@@ -44,7 +44,7 @@ def host_reads(gm: fx.GraphModule) -> None:
 
 def lost_writes(gm: fx.GraphModule) -> None:
     """Raises UnsupportedError: torch.compile takes a float64 CPU tensor without axes for a Python
-    number, and loses what is written to it (2.11 to 2.13)."""
+    number, and loses some writes to it (2.11 to 2.13): those of `n.mul_(2)`, not of `n *= 2`."""
     if not LOSES:
         return
     for node in gm.graph.nodes:
@@ -56,7 +56,7 @@ def lost_writes(gm: fx.GraphModule) -> None:
             if value.dim() == 0 and value.dtype == torch.float64 and value.device.type == "cpu":
                 raise UnsupportedError(
                     f"{where(node) or node.name}: writes to {named(held)[0]}, a float64 tensor "
-                    "without axes on the CPU, which torch.compile would lose. Give it one axis, or "
+                    "without axes on the CPU, which torch.compile may lose. Give it one axis, or "
                     "keep it in another dtype or on the GPU."
                 )
 
