@@ -105,9 +105,11 @@ class Caller:
                 with numbers.tracing():
                     out = self._with_numbers(call, args, kwargs)
                 if learned:
+                    like = f" and {len(numbers.taken)} like them" if numbers.taken else ""
                     self.compiler.session.note(
                         "the model reads them on the host, which keeps them as numbers: "
                         + ", ".join(learned)
+                        + like
                     )
                 return out
             except FailOnRecompileLimitHit:
@@ -131,6 +133,9 @@ class Caller:
                         continue
                 if read is None and isinstance(inner, RtcError):
                     raise inner from None
+                named = learned or "HostNumber" in str(e)
+                if named and not ran and numbers.doubt():
+                    continue
                 if learned and not ran:
                     numbers.forget(learned)
                     assert first is not None

@@ -27,6 +27,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._subclasses import fake_impls, fake_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rtc.alike import alike
 from rtc.inputs import source_name
 from rtc.runtime.guard import alone
 from rtc.small_ints import MOST, SmallInts
@@ -150,6 +151,7 @@ class _Place:
     known: int = 0
     number: HostNumber | None = None  # while a call runs
     name: str = ""  # Dynamo's name of the tensor
+    text: str = ""  # of ``holder``
 
     def find(self, scope: dict[str, Any]) -> Any:
         return scope["L"] if self.holder is None else eval(self.holder, scope)
@@ -182,11 +184,14 @@ def _place(source: Any) -> _Place | None:
     if type(key) not in (int, str):
         return None
     kind = "attribute" if hasattr(source, "member") else "item"
-    name = source_name(source)
     if getattr(base, "member", None) == "_buffers":
         base, kind = base.base, "buffer"
-        name = f"{source_name(base)}.{key}"
-    return _Place(name, compile(source_name(base), "<source>", "eval"), key, kind)
+    return _named(source_name(base), key, kind)
+
+
+def _named(holder: str, key: Any, kind: str) -> _Place:
+    name = f"{holder}[{key!r}]" if kind == "item" else f"{holder}.{key}"
+    return _Place(name, compile(holder, "<source>", "eval"), key, kind, text=holder)
 
 
 def _fits(t: Any) -> bool:
@@ -213,6 +218,8 @@ class HostNumbers:
     def __init__(self) -> None:
         self.places: dict[str, _Place] = {}
         self.misused: Counter[str] = Counter()  # how often a source was more than a number
+        self.taken: set[str] = set()  # places that were not read, but are like one that was
+        self.takes = True
         self._reads: dict[str, Any] = {}  # sources of inputs that a trace read
 
     @contextmanager
@@ -281,7 +288,34 @@ class HostNumbers:
         if found:
             _types_are_not_asked()
         self.places.update(found)
+        if self.takes:
+            for place in found.values():
+                self._take_alike(place, scope)
         return list(found)
+
+    def _take_alike(self, place: _Place, scope: dict[str, Any]) -> None:
+        """What one layer reads, the others will: else each costs a trace, of all layers before."""
+        for text, key in alike(place.text, place.key, scope) if place.text else ():
+            other = _named(text, key, place.kind)
+            if any(p.source == other.source for p in self.places.values()):
+                continue
+            try:
+                holder = other.find(scope)
+                t = other.get(holder)
+            except Exception:
+                continue
+            if isinstance(holder, tuple) or not _fits(t):
+                continue
+            other.name = other.source
+            self.taken.add(other.source)
+            self.places[other.source] = other
+
+    def doubt(self) -> bool:
+        """Give up what was only taken to be a number, for good; whether there was any."""
+        self.takes = False
+        had = [self.places.pop(name) for name in self.taken if name in self.places]
+        self.taken.clear()
+        return bool(had)
 
     def forget(self, names: Sequence[str]) -> None:
         for name in names:
