@@ -7,6 +7,7 @@ callable again on the same static inputs, which is how it is tested without a GP
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,17 +187,31 @@ class _Rerun:
 
 
 def _cloned(out: Any, static: Sequence[torch.Tensor] | None) -> Any:
-    """Outputs of the caller's own; ``static``: clone only what may be one of these."""
+    """Outputs of the caller's own; ``static``: clone only what may be one of these.
+
+    Outputs that share memory share it still.
+    """
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    memory = [x.untyped_storage().data_ptr() for x in tensors]
+    known = None if static is None else {s.untyped_storage().data_ptr() for s in static}
+    times = Counter(memory)
+    whole: dict[int, torch.UntypedStorage] = {}
 
     def one(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if static is None:
-            return x.clone()
         mine = x.untyped_storage().data_ptr()
-        return x.clone() if any(mine == s.untyped_storage().data_ptr() for s in static) else x
+        if known is not None and mine not in known:
+            return x
+        if times[mine] == 1 or not mine:
+            return x.clone()
+        if mine not in whole:
+            whole[mine] = x.untyped_storage().clone()
+        new = torch.empty(0, dtype=x.dtype, device=x.device)
+        return new.set_(whole[mine], x.storage_offset(), x.shape, x.stride())
 
-    return torch.utils._pytree.tree_map(one, out)
+    return torch.utils._pytree.tree_unflatten([one(x) for x in leaves], spec)
 
 
 __all__ = ["WARM_UP", "CaptureError", "Staging", "StepGraph", "captured"]

@@ -13,10 +13,21 @@ kernels write, and what callers turn it into next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 __all__ = ["attention"]
+
+# What a call of F.scaled_dot_product_attention becomes before it is traced: under autocast its
+# operands are cast, as torch casts those of the function itself. ``rtc::attention`` casts nothing.
+_LIB = torch.library.Library("rtc", "FRAGMENT")
+_LIB.define(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, "
+    "bool enable_gqa) -> Tensor"
+)
 
 
 @torch.library.custom_op("rtc::attention", mutates_args=())
@@ -54,3 +65,32 @@ def _(
     enable_gqa: bool,
 ) -> torch.Tensor:
     return _empty(q, v)
+
+
+def _sdpa(*args: Any) -> torch.Tensor:
+    return torch.ops.rtc.attention.default(*args)
+
+
+def _autocast(kind: str) -> Callable[..., torch.Tensor]:
+    """As ATen's autocast_mode.h does it: floating tensors of that device, but for float64."""
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}"))
+
+    def cast(*args: Any) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            to = torch.get_autocast_dtype(kind)
+            eligible = [
+                isinstance(a, torch.Tensor)
+                and a.device.type == kind
+                and a.is_floating_point()
+                and a.dtype is not torch.float64
+                for a in args
+            ]
+            given = [a.to(to) if e else a for a, e in zip(args, eligible, strict=True)]
+            return torch.ops.rtc.sdpa.default(*given)
+
+    return cast
+
+
+_LIB.impl("sdpa", _sdpa, "CompositeImplicitAutograd")
+for _kind in ("cpu", "cuda"):
+    _LIB.impl("sdpa", _autocast(_kind), f"Autocast{_kind.upper()}")

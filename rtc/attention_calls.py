@@ -60,7 +60,7 @@ def _sdpa(graph: fx.Graph, node: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         new = graph.call_function(
-            torch.ops.rtc.attention.default,
+            torch.ops.rtc.sdpa.default,
             (
                 bound["query"],
                 bound["key"],

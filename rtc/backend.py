@@ -26,6 +26,7 @@ from rtc import (
     dtensor,
     exchanges,
     for_inductor,
+    layers,
     reals,
     refused,
     region_ops,
@@ -150,16 +151,10 @@ class Compiler:
 
         self.quiet.start()
         try:
-            compiled = aot_module_simplified(
-                gm,
-                list(example_inputs),
-                fw_compiler=inner,
-                inference_compiler=inner,
-                decompositions={},
-                keep_inference_input_mutations=True,
-            )
+            compiled, whole = layers.traced(gm, example_inputs, inner, _aot)
         finally:
             self.quiet.end()
+        report.whole = whole
         report.ends("runtime")
         session, first = self.session, True
         wrapped = [i for i, x in enumerate(example_inputs) if is_traceable_wrapper_subclass(x)]
@@ -181,7 +176,7 @@ class Compiler:
                     first = False
                     report.ends("first run")
                 if session.write_back:
-                    guard_all(session.note)
+                    guard_all(session.note, session.states)
 
         return run
 
@@ -447,6 +442,17 @@ class Compiler:
         with torch._inductor.config.patch(given):
             fn = compile_fx(gm, fakes)
         return lambda args: fn(*args)
+
+
+def _aot(gm: fx.GraphModule, inputs: list[Any], inner: Callable[..., Any]) -> Any:
+    return aot_module_simplified(
+        gm,
+        inputs,
+        fw_compiler=inner,
+        inference_compiler=inner,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
 
 
 def _watched(run: Callable[[list[Any]], Any], watch: Watch | None) -> Callable[[list[Any]], Any]:

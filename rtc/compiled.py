@@ -99,7 +99,7 @@ class Compiled:
         session, compiler = self._session, self._compiler
         started = compiler.called = time.perf_counter()
         compiler.settling.calls += 1
-        session.before_call()
+        session.before_call((args, kwargs))
         try:
             with self._compiler.ranks:
                 self._caller.compiler.static = None

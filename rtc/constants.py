@@ -43,7 +43,7 @@ def split(gm: fx.GraphModule, given: Sequence[int]) -> Split | None:
             free.add(n)
         elif all(a in known or a in found or a in free for a in n.all_input_nodes):
             found.add(n)
-    ends = [n for n in found if not is_view(n) and _leaves(n, found)]
+    ends = [n for n in found if not is_view(n) and _leaves(n, found) and not _result(n)]
     ends.sort(key={n: i for i, n in enumerate(gm.graph.nodes)}.__getitem__)
     if not ends:
         return None
@@ -56,6 +56,19 @@ def _leaves(n: fx.Node, found: set[fx.Node]) -> bool:
     while stack:
         u = stack.pop()
         if u not in found:
+            return True
+        if is_view(u) and u not in seen:
+            seen.add(u)
+            stack += u.users
+    return False
+
+
+def _result(n: fx.Node) -> bool:
+    """Whether the caller is given it, or a view of it, and may write there."""
+    stack, seen = list(n.users), set()
+    while stack:
+        u = stack.pop()
+        if u.op == "output":
             return True
         if is_view(u) and u not in seen:
             seen.add(u)

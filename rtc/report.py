@@ -31,6 +31,7 @@ class GraphReport:
     caches: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     regions: dict[str, int] = field(default_factory=dict)  # how it was cut up, if it was
+    whole: str = ""  # why its layers were not traced once for all of them, if they were not
     _indices: list[int] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
 

@@ -453,6 +453,7 @@ class GraphRuntime:
         st.write_back, st.watched = self.session.write_back, self.session.watches
         st.record_versions()
         take(st, users)
+        self.session.uses(st)
         self.session.states = [s for s in self.session.states if owns(s)]
         return st
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from rtc.runtime.reach import tensors
+
 _GETTERS: Any = torch.Tensor  # the class's own attributes, as __torch_function__ names them
 
 # These hand out memory: later reads and writes of it pass by the tensor object and its version.
@@ -66,8 +68,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    touched = [t for t in leaves if type(t) in _PLAIN]
+    touched = [t for t in tensors((args, kwargs)) if type(t) in _PLAIN]
     for t in touched:
         restore(t, exported=func in _EXPORTS, uncounted=func in _UNCOUNTED)
     try:
@@ -80,7 +81,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dispatch_below(func: Any, args: Any, kwargs: Any) -> Any:
-    for t in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for t in tensors((args, kwargs)):
         if type(t) in _PLAIN:
             restore(t, uncounted=True)
     args, kwargs = torch.utils._pytree.tree_map(_bare, (args, kwargs))

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.callback
 
 from rtc.runtime import guard
+from rtc.runtime.reach import tensors
 from rtc.runtime.state import CohortState
 
 # id of a user's tensor -> the states that keep (a part of) it
@@ -120,10 +121,37 @@ def lift_all() -> None:
         guard.lift(*st.tensors())
 
 
-def guard_all(note: Callable[[str], None]) -> None:
-    """Watch all kept caches until the next call; keep in order those that cannot be watched."""
+def met(values: Any) -> list[CohortState]:
+    """States that keep guarded tensors among a call's arguments, each once."""
+    found: dict[int, CohortState] = {}
+    last: Any = None
+    for t in tensors(values):
+        here = OWNERS.get(id(t))
+        if here is None or here == last:
+            continue  # hundreds of caches have one state
+        for st in here:
+            if st.keeps(t):
+                found[id(st)] = st
+        last = here
+    return list(found.values())
+
+
+# States of calls under way, innermost last: a call inside of one (a custom op makes it) leaves the
+# caches of the others as they are.
+UNDER_WAY: list[list[CohortState]] = []
+
+
+def under_way(st: CohortState, calls: Iterable[list[CohortState]] = UNDER_WAY) -> bool:
+    return any(st is s for used in calls for s in used)
+
+
+def guard_all(note: Callable[[str], None], which: Iterable[CohortState] | None = None) -> None:
+    """Watch kept caches until the next call, all or those of ``which``; keep in order those that
+    cannot be watched."""
     _hear_of_compiles()
-    for st in states():
+    for st in states() if which is None else [st for st in which if id(st) in _STATES]:
+        if under_way(st):
+            continue
         live = st.tensors()
         if st.write_back:
             st.materialize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,18 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rtc.errors import StateError
 from rtc.runtime import guard
-from rtc.runtime.owners import TURN, guard_all, keepers, lift_all, owns, release, states
+from rtc.runtime.owners import (
+    TURN,
+    UNDER_WAY,
+    guard_all,
+    keepers,
+    met,
+    owns,
+    release,
+    states,
+    under_way,
+)  # fmt: skip
+from rtc.runtime.reach import tensors
 from rtc.runtime.state import CohortState, Counters
 
 
@@ -32,44 +44,74 @@ class Session:
     notes: list[str] = field(default_factory=list)
     epoch: int = 0  # how often the user said that something was written unseen
     closed: bool = False
+    # states whose caches do not hang on the arguments, but on the model, say
+    hidden: weakref.WeakSet[CohortState] = field(default_factory=weakref.WeakSet)
+    _values: list[Any] = field(default_factory=list)  # arguments of calls under way
 
-    def before_call(self) -> None:
-        """Lift the guards, so that the caches look like plain tensors to Dynamo.
+    def before_call(self, values: Any) -> None:
+        """Lift the guards of the call's caches, so that they look like plain tensors to Dynamo.
 
-        Other threads wait until ``after_call``.
+        ``values``: its arguments. Caches of other sessions stay guarded: other threads may look at
+        them. Calls of other threads wait until ``after_call``.
         """
         if self.closed:
             raise StateError("this compiled model was closed: compile the model again")
         TURN.acquire()
         self.undone = False
+        used: list[CohortState] = []
+        UNDER_WAY.append(used)
         try:
-            lift_all()
+            self._values.append(values)
+            used += met(values)
+            used += [st for st in self.hidden if st not in used and owns(st)]
+            for st in used:
+                guard.lift(*st.tensors())
             if _steps_aside():
                 for st in states():
-                    release(st)
+                    if not under_way(st, UNDER_WAY[:-1]):
+                        release(st)
         except BaseException:  # Ctrl-C
-            try:
-                guard_all(self.note)
-            finally:
-                TURN.release()
+            self._end(used)
             raise
 
     def after_call(self) -> None:
         """Guard the caches until the next call."""
         self.calls += 1
+        used = UNDER_WAY[-1]
         try:
             self.after_graph()
-            guard_all(self.note)
         except BaseException:  # Ctrl-C: a cache without its guard would be read in ring order
             self.after_graph()
-            guard_all(self.note)
             raise
         finally:
+            self._end(used)
+
+    def _end(self, used: list[CohortState]) -> None:
+        try:
+            self._values.pop()
+            UNDER_WAY.pop()
+            try:
+                guard_all(self.note, used)
+            except BaseException:  # Ctrl-C
+                guard_all(self.note, used)
+                raise
+        finally:
             TURN.release()
+
+    def uses(self, st: CohortState) -> None:
+        """The call under way runs on ``st``."""
+        if not UNDER_WAY or not self._values:
+            return  # torch.compile's own call of the backend "rtc"
+        if all(st is not s for s in UNDER_WAY[-1]):
+            UNDER_WAY[-1].append(st)
+            # its caches came in by a way that is not looked at before a call
+            if not any(st.keeps(t) for t in tensors(self._values[-1])):
+                self.hidden.add(st)
 
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
         for st in keepers(args):
+            self.uses(st)
             st.check_versions()
 
     def after_graph(self) -> None:
@@ -94,7 +136,7 @@ class Session:
                 if owns(st):
                     guard.lift(*st.tensors())
                     st.materialize(between=True)
-            guard_all(self.note)
+            guard_all(self.note, self.states)
 
     def invalidate(self) -> None:
         self.materialize()
