@@ -209,7 +209,9 @@ def _cloned(out: Any, static: Sequence[torch.Tensor] | None) -> Any:
         if mine not in whole:
             whole[mine] = x.untyped_storage().clone()
         new = torch.empty(0, dtype=x.dtype, device=x.device)
-        return new.set_(whole[mine], x.storage_offset(), x.shape, x.stride())
+        new.set_(whole[mine], x.storage_offset(), x.shape, x.stride())
+        new = new.conj() if x.is_conj() else new
+        return torch._neg_view(new) if x.is_neg() else new
 
     return torch.utils._pytree.tree_unflatten([one(x) for x in leaves], spec)
 

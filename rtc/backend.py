@@ -35,7 +35,7 @@ from rtc import (
 )  # fmt: skip
 from rtc.errors import OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
-from rtc.inputs import described, named, parts, shared_ints
+from rtc.inputs import described, guarded_tensors, named, parts, shared_ints
 from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
@@ -136,6 +136,8 @@ class Compiler:
             report.starts(self.called)
             report.ends("dynamo")
         self._follow(shared_ints())
+        if OWNERS:
+            self.session.looks_at(guarded_tensors())
         refused.host_reads(gm)
         refused.lost_writes(gm)
         siblings.unite(gm, self.apart)

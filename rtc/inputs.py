@@ -54,6 +54,26 @@ def shared_ints() -> dict[str, int]:
     return found
 
 
+def guarded_tensors() -> list[torch.Tensor]:
+    """Tensors that Dynamo will look at in every call of the trace at hand, inputs of it or not."""
+    context = TracingContext.try_get()
+    if context is None or context.global_context is None:
+        return []
+    output = InstructionTranslator.current_tx().output
+    scope = {"L": getattr(output, "local_scope", {}), "G": getattr(output, "global_scope", {})}
+    found = []
+    for guard in context.guards_context.dynamo_guards:
+        if guard.create_fn_name() != "TENSOR_MATCH":
+            continue
+        try:
+            value = eval(guard.name if isinstance(guard.name, str) else guard.name(), scope)
+        except Exception:
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+    return found
+
+
 def parts(name: str, value: Any, module: bool = False) -> Iterator[tuple[str, Any, bool]]:
     """AOT's inputs for one of Dynamo's: a wrapper (DTensor) comes in as what it holds, then those
     of its sizes that change from call to call."""
@@ -95,4 +115,4 @@ def _writes_input(n: fx.Node) -> bool:
     )
 
 
-__all__ = ["described", "named", "parts", "shared_ints", "source_name"]
+__all__ = ["described", "guarded_tensors", "named", "parts", "shared_ints", "source_name"]

@@ -41,6 +41,7 @@ aten = torch.ops.aten
 
 _LEAST = 400  # nodes: smaller graphs are traced in no time
 _ALIKE = 3  # layers, at least
+_MANY = 1_000_000  # more values than go from one layer to the next
 _WORTH = 0.5  # of the nodes that need not be traced, at least
 
 Trace = Callable[[fx.GraphModule, list[Any], Callable[..., Any]], Any]
@@ -202,7 +203,8 @@ class _Layers:
         crossing = self._crossing(work)
         starts = [a for a, b in itertools.pairwise(at) if b - a == gap]
         fewest = min(range(gap), key=lambda r: sum(crossing[a + r] for a in starts))
-        return [a + fewest for a in at if 0 < a + fewest < len(work)]
+        cuts = [a + fewest for a in at if 0 < a + fewest < len(work)]
+        return [c for c in cuts if crossing[c] < _MANY]
 
     @staticmethod
     def _crossing(work: list[fx.Node]) -> list[int]:
@@ -212,8 +214,10 @@ class _Layers:
         for n, i in index.items():
             ends = [index.get(u, len(work)) for u in n.users]
             if ends:
-                change[i + 1] += 1
-                change[max(ends) + 1] -= 1
+                # several results at once can only be told apart on the side that made them
+                weight = 1 if isinstance(n.meta.get("example_value"), FakeTensor) else _MANY
+                change[i + 1] += weight
+                change[max(ends) + 1] -= weight
         out, now = [], 0
         for i in range(len(work)):
             now += change[i]
@@ -334,10 +338,22 @@ class _Layers:
                     raise Whole(f"{given.name} is written in another layer than made it")
                 if flags.setdefault(given, one.flags[i]) != one.flags[i]:
                     raise Whole("layers write an input in different ways")
-                now[given] = env[value]
+                now[given] = self._as_traced(given, env[value])
             for n, r in zip(s.left, one.results, strict=True):
-                now[n] = env[r]
+                now[n] = env[r] if self.int[n] else self._as_traced(n, env[r])
         return self._finished(root, graph, now, flags, memory), flags
+
+    @staticmethod
+    def _as_traced(n: fx.Node, value: fx.Node) -> fx.Node:
+        """``value``, if it lies in memory as what its readers were traced with. An in-place op
+        keeps strides, and the functional one in its place may not."""
+        want, have = n.meta["example_value"], value.meta.get("val")
+        if not isinstance(have, torch.Tensor):
+            raise Whole(f"{n.name} is no tensor when it is traced")
+        lies = [(x.shape, x.stride(), x.storage_offset(), x.dtype) for x in (want, have)]
+        if lies[0] != lies[1]:
+            raise Whole(f"{n.name} lies in memory otherwise than in the program")
+        return value
 
     def _finished(
         self, root: torch.nn.Module, graph: fx.Graph, now: dict[fx.Node, fx.Node],
@@ -528,7 +544,8 @@ def _plain(n: fx.Node) -> bool:
     if isinstance(t, torch._ops.OpOverload):
         return t.namespace in ("aten", "rtc", "prims")
     name, home = getattr(t, "__name__", "_"), getattr(t, "__module__", None) or ""
-    state = name.startswith("_") or "grad" in name or "set_" in name
+    own = name.startswith("_") and not hasattr(torch._C._VariableFunctions, name)  # not ATen's
+    state = own or "grad" in name or "set_" in name
     return bool(_MODULES.match(home)) and not state
 
 

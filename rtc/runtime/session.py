@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,14 @@ class Session:
         if all(st is not s for s in UNDER_WAY[-1]):
             UNDER_WAY[-1].append(st)
             # its caches came in by a way that is not looked at before a call
-            if not any(st.keeps(t) for t in tensors(self._values[-1])):
+            met_now = {id(t) for t in tensors(self._values[-1])}
+            if not all(id(t) in met_now for t in st.tensors()):
+                self.hidden.add(st)
+
+    def looks_at(self, values: Iterable[Any]) -> None:
+        """Dynamo asks these in every call what they are: kept ones must be plain then."""
+        for st in keepers(values):
+            if self._values and all(st is not s for s in UNDER_WAY[-1]):
                 self.hidden.add(st)
 
     def before_graph(self, args: Sequence[Any]) -> None:
