@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.callback
 
 from rtc.runtime import guard
-from rtc.runtime.reach import tensors
+from rtc.runtime.reach import MOST, tensors
 from rtc.runtime.state import CohortState
 
 # id of a user's tensor -> the states that keep (a part of) it
@@ -126,7 +126,7 @@ def met(values: Any) -> list[CohortState]:
     """States that keep guarded tensors among a call's arguments, each once."""
     found: dict[int, CohortState] = {}
     last: Any = None
-    for t in tensors(values):
+    for t in tensors(values, MOST):
         here = OWNERS.get(id(t))
         if here is None or here == last:
             continue  # hundreds of caches have one state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -9,45 +10,56 @@ from typing import Any
 
 import torch
 
+MOST = 10_000  # things looked at in the arguments of every call: a tokenizer has a million
 _LEAVES = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
 _NOT_WALKED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-_MOST = 100_000  # things looked at
 
 
-def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """In lists, tuples, dicts and objects, however deep; not in modules, which hold a model."""
+def tensors(values: Any, most: float = math.inf) -> Iterator[torch.Tensor]:
+    """In lists, tuples, dicts and objects, however deep; not in modules, which hold a model.
+
+    ``most``: things looked at, after which it ends; containers of more are passed by.
+    """
     stack, seen, count = [values], set[int](), 0
     while stack:
         x = stack.pop()
-        if isinstance(x, torch.Tensor):
+        count += 1
+        if count > most:
+            return
+        kind = type(x)  # a proxy's __class__ may raise
+        if issubclass(kind, torch.Tensor):
             yield x
             continue
-        if isinstance(x, _LEAVES):
-            continue
-        count += 1
-        if count > _MOST:
-            return
-        if id(x) in seen:
+        if issubclass(kind, _LEAVES) or id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, dict):
-            stack.extend(x.values())
-        elif isinstance(x, (list, tuple, set, frozenset, deque)):
+        if issubclass(kind, (dict, *_SEQUENCES)) and len(x) > most:
+            continue
+        if issubclass(kind, dict):
+            stack.extend(dict.values(x))
+        elif issubclass(kind, _SEQUENCES):
             stack.extend(x)
-        if not isinstance(x, _NOT_WALKED) and type(x) not in (dict, list, tuple):
+        if kind not in (dict, *_SEQUENCES) and not issubclass(kind, _NOT_WALKED):
             stack.extend(_held(x))
 
 
 def _held(x: Any) -> list[Any]:
-    held = [*getattr(x, "__dict__", {}).values()]
-    for cls in type(x).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            try:
-                held.append(object.__getattribute__(x, name))
-            except AttributeError:
-                continue
+    """Attributes, without asking the object's own ``__getattr__``."""
+    held: list[Any] = []
+    names = [
+        name
+        for cls in type(x).__mro__
+        for slots in (cls.__dict__.get("__slots__", ()),)
+        for name in ((slots,) if isinstance(slots, str) else slots)
+    ]
+    for name in ("__dict__", *names):
+        try:
+            found = object.__getattribute__(x, name)
+        except Exception:
+            continue
+        held += found.values() if name == "__dict__" else [found]
     return held
 
 
-__all__ = ["tensors"]
+__all__ = ["MOST", "tensors"]

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rtc.errors import StateError
 from rtc.runtime import guard
 from rtc.runtime.owners import (
+    OWNERS,
     TURN,
     UNDER_WAY,
     guard_all,
@@ -23,7 +25,7 @@ from rtc.runtime.owners import (
     states,
     under_way,
 )  # fmt: skip
-from rtc.runtime.reach import tensors
+from rtc.runtime.reach import MOST, tensors
 from rtc.runtime.state import CohortState, Counters
 
 
@@ -44,8 +46,11 @@ class Session:
     notes: list[str] = field(default_factory=list)
     epoch: int = 0  # how often the user said that something was written unseen
     closed: bool = False
-    # states whose caches do not hang on the arguments, but on the model, say
-    hidden: weakref.WeakSet[CohortState] = field(default_factory=weakref.WeakSet)
+    # caches that do not hang on the arguments, but on the model, say: by id
+    hidden: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    _lifted: list[CohortState] = field(
+        default_factory=list
+    )  # for the call, until its graph is known
     _values: list[Any] = field(default_factory=list)  # arguments of calls under way
 
     def before_call(self, values: Any) -> None:
@@ -60,12 +65,17 @@ class Session:
         self.undone = False
         used: list[CohortState] = []
         UNDER_WAY.append(used)
+        self._lifted = []
         try:
             self._values.append(values)
             used += met(values)
-            used += [st for st in self.hidden if st not in used and owns(st)]
+            hidden = keepers(t for ref in self.hidden.values() if (t := ref()) is not None)
+            used += [st for st in hidden if all(st is not s for s in used)]
             for st in used:
-                guard.lift(*st.tensors())
+                live = st.tensors()
+                if any(map(guard.guarded, live)):
+                    self._lifted.append(st)
+                    guard.lift(*live)
             if _steps_aside():
                 for st in states():
                     if not under_way(st, UNDER_WAY[:-1]):
@@ -105,21 +115,34 @@ class Session:
         if all(st is not s for s in UNDER_WAY[-1]):
             UNDER_WAY[-1].append(st)
             # its caches came in by a way that is not looked at before a call
-            met_now = {id(t) for t in tensors(self._values[-1])}
-            if not all(id(t) in met_now for t in st.tensors()):
-                self.hidden.add(st)
+            self._hide(st.tensors())
 
-    def looks_at(self, values: Iterable[Any]) -> None:
+    def _hide(self, caches: Iterable[torch.Tensor]) -> None:
+        met_now = {id(t) for t in tensors(self._values[-1], MOST)}
+        self.hidden = {k: ref for k, ref in self.hidden.items() if ref() is not None}
+        self.hidden |= {id(t): weakref.ref(t) for t in caches if id(t) not in met_now}
+
+    def looks_at(self, values: Iterable[torch.Tensor]) -> None:
         """Dynamo asks these in every call what they are: kept ones must be plain then."""
-        for st in keepers(values):
-            if self._values and all(st is not s for s in UNDER_WAY[-1]):
-                self.hidden.add(st)
+        if self._values:
+            self._hide(t for t in values if id(t) in OWNERS)
 
     def before_graph(self, args: Sequence[Any]) -> None:
         """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
-        for st in keepers(args):
+        found = keepers(args)
+        for st in found:
             self.uses(st)
+        self._idle(found)
+        for st in found:
             st.check_versions()
+
+    def _idle(self, found: list[CohortState]) -> None:
+        """Guard again what was lifted and is not of this graph: sessions that nobody runs now."""
+        lifted, self._lifted = self._lifted, []
+        for st in lifted:
+            if all(st is not s for s in found) and owns(st):
+                guard.put(*st.tensors())
+                UNDER_WAY[-1][:] = [s for s in UNDER_WAY[-1] if s is not st]
 
     def after_graph(self) -> None:
         """Note versions once AOT's wrapper has run."""

@@ -6,6 +6,7 @@ model in hand: those stay guarded. And which caches are the call's own, wherever
 import copy
 import dataclasses
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from functools import partial
 
@@ -521,11 +522,64 @@ def test_tensors_that_hang_on_something(what):
     assert sorted(map(id, reach.tensors(value))) == sorted(map(id, want))
 
 
-def test_not_all_of_something_large_is_looked_at(monkeypatch):
-    monkeypatch.setattr(reach, "_MOST", 10)
+class Asked(dict):
+    """An attribute dict: what it does not have is an error of its own kind."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+class Gone:
+    def __init__(self):
+        self.of, self.kept = weakref.proxy(Gone.__new__(Gone)), 2.0
+
+
+@pytest.mark.parametrize("value", [Asked(scale=2.0), Gone()], ids=["attribute dict", "dead proxy"])
+def test_objects_that_do_not_like_to_be_asked(value):
+    assert [*reach.tensors([value, torch.zeros(1)])] == [torch.zeros(1)]
+
+
+def test_not_all_of_something_large_is_looked_at():
     kept = torch.zeros(1)
     assert [*reach.tensors([kept] * 50)] == [kept] * 50
-    deep = kept
-    for _ in range(50):
-        deep = [deep]
-    assert [*reach.tensors(deep)] == []
+    assert [*reach.tensors([[kept] * 50, kept], most=10)] == [kept]
+    assert len([*reach.tensors([[kept] * 5 for _ in range(9)], most=20)]) < 20
+
+
+def test_idle_sessions_on_the_module_are_looked_at_in_a_call():
+    """All of them are lifted before the call, as nothing tells which it will be; the others are
+    guarded again once the graph's inputs are known."""
+    eager, twin = looking(), looking()
+    compiled = rtc.compile(twin, options=EAGER)
+    mine, its = ([(zeros(), zeros()) for _ in range(2)] for _ in range(2))
+    with torch.no_grad():
+        for step in range(8):
+            for i in range(2):
+                outs = []
+                for m, call, sessions in ((eager, eager, its), (twin, compiled, mine)):
+                    m.k, m.v = sessions[i]
+                    IDLE[:] = sessions[1 - i]
+                    outs.append(call(x(step), step))
+                close(*outs)
+
+
+IDLE: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("rtc_tests::with_idle", mutates_args=())
+def with_idle(x: torch.Tensor) -> torch.Tensor:
+    return x + sum(t[:, :, 4].sum() for t in IDLE)
+
+
+@with_idle.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def looking():
+    class Looking(Window):
+        def forward(self, x, step):
+            return super().forward(with_idle(x), step)
+
+    torch.manual_seed(0)
+    return Looking()
