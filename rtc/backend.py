@@ -26,6 +26,7 @@ from rtc import (
     dtensor,
     exchanges,
     for_inductor,
+    identities,
     layers,
     reals,
     refused,
@@ -140,6 +141,7 @@ class Compiler:
             self.session.looks_at(guarded_tensors())
         refused.host_reads(gm)
         refused.lost_writes(gm)
+        identities.take_out(gm)
         siblings.unite(gm, self.apart)
         attention_calls.hide(gm)
         dtensor.prepare(gm)

@@ -317,10 +317,10 @@ class _Layers:
         for s in segments:
             one = once[s.key]
             env: dict[fx.Node, fx.Node] = {}
-            taken = iter(s.given)
+            taken = iter([now[n] if self.int[n] else self._read(n, now[n]) for n in s.given])
             for n in one.graph.nodes:
                 if n.op == "placeholder":
-                    env[n] = now[next(taken)]
+                    env[n] = next(taken)
                 elif n.op == "get_attr":
                     name = constants.get((s.key, n.target))
                     if name is None:
@@ -338,15 +338,17 @@ class _Layers:
                     raise Whole(f"{given.name} is written in another layer than made it")
                 if flags.setdefault(given, one.flags[i]) != one.flags[i]:
                     raise Whole("layers write an input in different ways")
-                now[given] = self._as_traced(given, env[value])
+                now[given] = env[value]
             for n, r in zip(s.left, one.results, strict=True):
-                now[n] = env[r] if self.int[n] else self._as_traced(n, env[r])
+                now[n] = env[r]
         return self._finished(root, graph, now, flags, memory), flags
 
     @staticmethod
-    def _as_traced(n: fx.Node, value: fx.Node) -> fx.Node:
+    def _read(n: fx.Node, value: fx.Node) -> fx.Node:
         """``value``, if it lies in memory as what its readers were traced with. An in-place op
         keeps strides, and the functional one in its place may not."""
+        if value.op == "placeholder":
+            return value
         want, have = n.meta["example_value"], value.meta.get("val")
         if not isinstance(have, torch.Tensor):
             raise Whole(f"{n.name} is no tensor when it is traced")
@@ -367,6 +369,7 @@ class _Layers:
         for r in _results(self.output):
             if isinstance(r, fx.Node) and not self.int[r]:
                 _tensor(r, r.meta["example_value"])
+                self._read(r, now[r])
                 if memory[r] in seen:
                     raise Whole("a result shares memory with an input, or another result")
                 seen.add(memory[r])

@@ -431,3 +431,21 @@ def test_a_stack_of_one_is_a_copy():
                 y[0].mul_(3)
             for got, want in zip(*outs, strict=True):
                 torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("drop", [F.dropout, torch.dropout, F.alpha_dropout, F.dropout1d])
+def test_a_dropout_that_is_off_is_its_input(drop):
+    """A later write to the input is seen through it; torch.compile takes it for a copy."""
+
+    def model(x, cache):
+        y = drop(cache, 0.1, False)
+        cache.add_(x)
+        return y * 2
+
+    compiled = rtc.compile(model, options=EAGER)
+    mine, its = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            given = torch.randn(2, 3, 4)
+            assert torch.equal(compiled(given, mine), model(given, its))
+            assert torch.equal(mine, its)
