@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import types
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,7 @@ class Compiled:
         self._caller = Caller(model, self._compiler)
         self._seconds: deque[float] = deque(maxlen=10_000)
 
+    @torch._dynamo.disable  # another torch.compile may meet it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, compiler = self._session, self._compiler
         started = compiler.called = time.perf_counter()
@@ -172,11 +174,11 @@ class Compiled:
             return value
 
         @functools.wraps(value)
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(self: Compiled, *args: Any, **kwargs: Any) -> Any:
             out = value(*args, **kwargs)
             return self if out is self._model else out  # eval(), to(..): not the eager model
 
-        return method
+        return types.MethodType(method, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # as torch.compile's own wrapper does: a cache rebound here is rebound in the model
