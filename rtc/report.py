@@ -18,6 +18,8 @@ from rtc.passes.pipeline import Result
 from rtc.runtime.session import Session
 from rtc.work import count_work
 
+_DEEP = 1000  # nodes of a graph whose tracing takes more than a second
+
 
 @dataclass
 class GraphReport:
@@ -165,6 +167,8 @@ class Report:
                 for n in p["notes"]:
                     lines.append(f"    {n}")
             lines += [f"  {n}" for n in g.notes]
+            if g.whole and g.nodes >= _DEEP:
+                lines.append(f"  its layers were traced one by one: {g.whole}")
             if g.work:
                 b, a = g.work["before"], g.work.get("after", {})
                 for k in b:

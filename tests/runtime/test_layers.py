@@ -299,3 +299,11 @@ def test_right_or_traced_as_a_whole(small, kind):
 
 def test_a_small_model_is_traced_as_a_whole():
     assert chain(Deep(), PLAIN, calls=1)[0]["whole"] == "it is small"
+
+
+def test_the_report_says_why(small, monkeypatch):
+    monkeypatch.setattr("rtc.report._DEEP", 10)
+    compiled = rtc.compile(InPlace().double(), options=PLAIN)
+    with torch.no_grad():
+        compiled(torch.zeros(1, 2, DIM).double(), Deep().caches(), 0)
+    assert "traced one by one: h is written in another layer" in str(compiled.report())
