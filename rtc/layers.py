@@ -75,7 +75,8 @@ def traced(
         functional, flags = _Layers(gm, aot).run()
         return _stood_in(gm, inputs, functional, flags, inner, aot), ""
     except Whole as e:
-        return aot(gm, list(inputs), inner), str(e)
+        why = str(e)
+    return aot(gm, list(inputs), inner), why  # errors of its own, not on top of that one
 
 
 @dataclass
