@@ -43,37 +43,30 @@ def split(gm: fx.GraphModule, given: Sequence[int]) -> Split | None:
             free.add(n)
         elif all(a in known or a in found or a in free for a in n.all_input_nodes):
             found.add(n)
-    ends = [n for n in found if not is_view(n) and _leaves(n, found) and not _result(n)]
+    ends = [n for n in found if not is_view(n) and _kept(n, found)]
     ends.sort(key={n: i for i, n in enumerate(gm.graph.nodes)}.__getitem__)
     if not ends:
         return None
     return Split(*_main(gm, ends), *_constants(gm, inputs, ends, known))  # type: ignore[arg-type]
 
 
-def _leaves(n: fx.Node, found: set[fx.Node]) -> bool:
-    """Whether something else than constants reads it, through views or not."""
-    stack, seen = list(n.users), set()
+def _readers(n: fx.Node) -> list[fx.Node]:
+    """Nodes that read it, through views or not; the views among them."""
+    stack, seen = list(n.users), dict[fx.Node, None]()
     while stack:
         u = stack.pop()
-        if u not in found:
-            return True
-        if is_view(u) and u not in seen:
-            seen.add(u)
-            stack += u.users
-    return False
+        if u not in seen:
+            seen[u] = None
+            if is_view(u):
+                stack += u.users
+    return list(seen)
 
 
-def _result(n: fx.Node) -> bool:
-    """Whether the caller is given it, or a view of it, and may write there."""
-    stack, seen = list(n.users), set()
-    while stack:
-        u = stack.pop()
-        if u.op == "output":
-            return True
-        if is_view(u) and u not in seen:
-            seen.add(u)
-            stack += u.users
-    return False
+def _kept(n: fx.Node, found: set[fx.Node]) -> bool:
+    """Whether something else than constants reads it, and it is not given to the caller, who may
+    write there."""
+    readers = _readers(n)
+    return any(u not in found for u in readers) and all(u.op != "output" for u in readers)
 
 
 def _small(n: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Calls that hand on their very input in eager, and that AOTAutograd takes for a copy.
 
 A dropout that is off (``model.eval()``) gives back the tensor it was given; traced, a write to that
-tensor later in the call would not be seen through it. torch.compile 2.11 to 2.14 computes so.
+tensor later in the call would not be seen through it. torch.compile 2.11 to 2.13 computes so.
 """
 
 from __future__ import annotations

@@ -537,7 +537,9 @@ def _constants(a: Any, number: Callable[[fx.Node], Any]) -> Any:
     raise Whole(f"an argument is a {type(a).__name__}")
 
 
-_MODULES = re.compile(r"(_operator|torch(\.functional|\.nn\.functional|\._C\._[a-z]+)?)$")
+_MODULES = re.compile(
+    r"(_operator|torch(\.functional|\.nn\.functional|\._C\._(nn|special|linalg|fft))?)$"
+)
 
 
 def _plain(n: fx.Node) -> bool:

@@ -101,12 +101,13 @@ def yield_to_dynamo(*args: Any) -> None:
     Dynamo does not trace through a guard. A later call of that function finds the type changed and
     asks again; what it computes is right either way.
     """
+    # what rtc itself compiles is seen to write, or is no function over these caches at all
+    own = bool(UNDER_WAY) and TURN._is_owned()  # type: ignore[attr-defined]
     for st in states():
         if any(guard.guarded(t) for t in st.tensors()):
             guard.lift(*st.tensors())
             st.materialize(between=True)
-            # what rtc itself compiles is seen to write, or is no function over these caches at all
-            st.touched_outside(False, not UNDER_WAY)
+            st.touched_outside(False, not own)
 
 
 def _hear_of_compiles() -> None:

@@ -24,7 +24,7 @@ from rtc.runtime.owners import (
     release,
     states,
     under_way,
-)  # fmt: skip
+)
 from rtc.runtime.reach import MOST, tensors
 from rtc.runtime.state import CohortState, Counters
 
@@ -48,9 +48,8 @@ class Session:
     closed: bool = False
     # caches that do not hang on the arguments, but on the model, say: by id
     hidden: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    _lifted: list[CohortState] = field(
-        default_factory=list
-    )  # for the call, until its graph is known
+    # what was lifted for the call under way, until its graph is known
+    _lifted: list[CohortState] = field(default_factory=list)
     _values: list[Any] = field(default_factory=list)  # arguments of calls under way
 
     def before_call(self, values: Any) -> None:
@@ -65,9 +64,9 @@ class Session:
         self.undone = False
         used: list[CohortState] = []
         UNDER_WAY.append(used)
+        self._values.append(values)
         self._lifted = []
         try:
-            self._values.append(values)
             used += met(values)
             hidden = keepers(t for ref in self.hidden.values() if (t := ref()) is not None)
             used += [st for st in hidden if all(st is not s for s in used)]

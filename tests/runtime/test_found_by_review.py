@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import rtc
 from rtc.runtime import guard
@@ -18,7 +17,8 @@ from rtc.runtime.graph import GraphRuntime
 from rtc.runtime.prepare import CohortRuntime
 from rtc.runtime.refresh import Refresher
 
-from .models import EAGER, Attention, Window, pair, rope, x
+from .models import EAGER, Attention, pair, rope, x
+from .test_found_by_audit import Pipeline
 
 REPLAY = rtc.Options(lowering="eager", step_graph="simulate", warn=False)
 
@@ -455,25 +455,15 @@ def test_a_dropout_that_is_off_is_its_input(drop):
 @pytest.mark.parametrize("stock", ["aot_eager", "eager"])
 def test_torch_compile_around_a_compiled_child(stock):
     """The graph breaks there, and the child runs as rtc compiled it."""
-
-    class Pipeline(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model, self.out = Window(), nn.Linear(6, 6).double()
-
-        def forward(self, given, step):
-            return self.out(self.model(self.out(given), step)) + 1
-
     eager, twin = Pipeline(), Pipeline()
-    twin.model = rtc.compile(twin.model, options=EAGER)
+    twin.generator = rtc.compile(twin.generator, options=EAGER)
     around = torch.compile(twin, backend=stock)
     with torch.no_grad():
         for step in range(8):
             torch.testing.assert_close(
                 around(x(step), step), eager(x(step), step), rtol=1e-12, atol=1e-12
             )
-    report = twin.model.report().to_dict()
+    report = twin.generator.report().to_dict()
     assert len(report["graphs"]) == 1
     assert report["runtime"]["calls"] == 8
-    assert isinstance(twin.model.k, guard.RingCache)
+    assert isinstance(twin.generator.k, guard.RingCache)

@@ -215,6 +215,15 @@ def test_an_op_of_a_call_runs_a_compiled_model_eagerly():
         same_caches(e, twin)
 
 
+def in_turns(eager, compiled, sessions, step):
+    """A call of each session, in which nothing happens besides."""
+    for a, b in sessions:
+        close(
+            during(lambda _: 0.0, eager, x(step), *a, step),
+            during(lambda _: 0.0, compiled, x(step), *b, step),
+        )
+
+
 def test_an_op_that_fails_in_a_call():
     """No call is under way after it, and every cache is guarded."""
 
@@ -225,11 +234,7 @@ def test_an_op_that_fails_in_a_call():
         eager, _, compiled = pair(Before, REPLAY)
         (mine, idle), (its, its_idle) = sessions(2)
         for step in range(16):
-            for a, b in ((mine, its), (idle, its_idle)):
-                close(
-                    during(lambda _: 0.0, eager, x(step), *a, step),
-                    during(lambda _: 0.0, compiled, x(step), *b, step),
-                )
+            in_turns(eager, compiled, ((mine, its), (idle, its_idle)), step)
             if step % 5 == 3:
                 with pytest.raises(ArithmeticError, match="by the test"):
                     during(fails, compiled, x(step), *its, step)
@@ -258,11 +263,7 @@ def test_a_thread_has_an_idle_session_in_hand(inference, look):
         eager, _, compiled = pair(Before, EAGER)
         (mine, idle), (its, its_idle) = sessions(2)
         for step in range(10):
-            for a, b in ((mine, its), (idle, its_idle)):
-                close(
-                    during(lambda _: 0.0, eager, x(step), *a, step),
-                    during(lambda _: 0.0, compiled, x(step), *b, step),
-                )
+            in_turns(eager, compiled, ((mine, its), (idle, its_idle)), step)
             if step < 4:
                 continue
             inside, done, seen = threading.Event(), threading.Event(), []
