@@ -25,12 +25,12 @@ import torch
 from torch import fx
 
 from rtc.kernels import attention_fp8 as _kernel  # registers the op
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fn import permutation
 from rtc.passes.analysis.fp8 import CASTS, FP8, SAME, WIDE, unfit
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
 from rtc.passes.plan import Refusal
-from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 

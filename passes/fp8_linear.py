@@ -29,12 +29,12 @@ from torch import fx
 
 from rtc.kernels import linear_fp8 as _kernel  # registers the ops
 from rtc.kernels import modulate_quantize as _consumer
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fp8 import FP8
 from rtc.passes.analysis.normed import base
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val
 from rtc.passes.plan import Refusal
-from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 

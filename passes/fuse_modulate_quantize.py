@@ -27,6 +27,7 @@ from torch import fx
 from rtc.kernels import modulate_quantize as _kernel  # registers the ops
 from rtc.passes.analysis import quantizer
 from rtc.passes.analysis.collectives import is_collective, issues
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fp8 import CASTS
 from rtc.passes.analysis.normed import (
     FLOATS,
@@ -44,7 +45,6 @@ from rtc.passes.analysis.quantizer import RowQuantizer
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, arg_by_name, val
 from rtc.passes.plan import Refusal
-from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 

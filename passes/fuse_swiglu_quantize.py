@@ -25,6 +25,7 @@ from torch import fx
 
 from rtc.kernels import swiglu_quantize as _kernel  # registers the op
 from rtc.passes.analysis import kinks, quantizer
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fn import LAYOUT
 from rtc.passes.analysis.fp8 import CASTS, SAME
 from rtc.passes.analysis.quantizer import RowQuantizer
@@ -33,7 +34,6 @@ from rtc.passes.analysis.slots import is_pointwise
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
 from rtc.passes.plan import Refusal
-from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 

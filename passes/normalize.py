@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rtc.passes.analysis.collectives import is_collective
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.analysis.symbols import spelled
 from rtc.passes.nested_stacks import flatten
@@ -239,7 +239,7 @@ class _Splitter:
                 for base, part in zip(nodes, self.parts[store.args[1]], strict=True):  # type: ignore[index]
                     self._call(store, aten.copy_.default, (base, part))
             graph.erase_node(store)
-        graph.eliminate_dead_code(_keep)
+        dead_code(graph)
         return infos
 
     @property
@@ -334,10 +334,3 @@ class _Splitter:
 
 def _is_tensor(val: Any) -> bool:
     return isinstance(val, torch.Tensor)
-
-
-def _keep(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output") or is_collective(node):
-        return True
-    t = node.target
-    return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable

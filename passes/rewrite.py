@@ -26,7 +26,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from rtc.passes import entries, lifting
 from rtc.passes.analysis import shapes
-from rtc.passes.analysis.collectives import is_collective
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fn import (
     Fn,
     Operand,
@@ -511,15 +511,3 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return _LazyGraphModule(gm, graph)
-
-
-def dead_code(graph: fx.Graph) -> None:
-    """Remove nodes without users; writes and collectives stay."""
-
-    def impure(n: fx.Node) -> bool:
-        if n.op in ("placeholder", "output") or is_collective(n):
-            return True
-        t = n.target
-        return isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable
-
-    graph.eliminate_dead_code(impure)

@@ -25,11 +25,11 @@ import torch
 from torch import fx
 
 from rtc.kernels import attention as _kernel  # registers the op
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.fn import LAYOUT, permutation
 from rtc.passes.analysis.fp8 import CASTS, SAME, WIDE
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.nodes import Emitter, val
-from rtc.passes.rewrite import dead_code
 
 aten = torch.ops.aten
 attention = torch.ops.rtc.attention.default

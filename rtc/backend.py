@@ -155,7 +155,8 @@ class Compiler:
 
         self.quiet.start()
         try:
-            compiled, whole = layers.traced(gm, example_inputs, inner, _aot)
+            with torch._inductor.config.patch(fallback_random=True):  # unused draws stay
+                compiled, whole = layers.traced(gm, example_inputs, inner, _aot)
         finally:
             self.quiet.end()
         report.whole = whole
@@ -234,7 +235,7 @@ class Compiler:
         exchanges.settle([plain, result.traced], new, result.outcomes)
         if parties:
             report.ends("ranks")
-        self.quiet.end()  # code is tried out on the device from here on: memory is needed there
+        self.quiet.only_new()  # code is tried out on the device from here on: it needs memory
         self.on_phase("code generation")
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
@@ -488,13 +489,27 @@ class Uncollected:
     passes, narrow ones, on a CPU), without Dynamo's."""
 
     on = False  # it was, and will be again
+    frozen = False
 
     def start(self) -> None:
         if gc.isenabled():
             self.on = True
             gc.disable()
 
+    def only_new(self) -> None:
+        """Collect now, and from here on what is made after it."""
+        if self.on:
+            gc.collect()
+            if not gc.get_freeze_count():  # else the program has a use for it
+                gc.freeze()
+                self.frozen = True
+            gc.enable()
+            self.on = False
+
     def end(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            gc.unfreeze()
         if self.on:
             self.on = False
             gc.enable()

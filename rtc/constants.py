@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from rtc.passes.analysis.collectives import is_collective
-from rtc.passes.rewrite import copied, dead_code
+from rtc.passes.analysis.effects import dead_code, has_effect
+from rtc.passes.rewrite import copied
 from rtc.region_ops import is_view
 
 _LARGEST = 1 << 20  # elements: a converted weight would cost more memory than it saves time
@@ -37,7 +37,7 @@ def split(gm: fx.GraphModule, given: Sequence[int]) -> Split | None:
     found: set[fx.Node] = set()  # views among them
     free: set[fx.Node] = set()  # made from nothing: no reason to keep them
     for n in gm.graph.nodes:
-        if n.op != "call_function" or not _small(n) or _bound(n):
+        if n.op != "call_function" or not _small(n) or has_effect(n):
             continue
         if all(a in free for a in n.all_input_nodes):
             free.add(n)
@@ -75,17 +75,6 @@ def _small(n: fx.Node) -> bool:
     if is_view(n):
         return True
     return all(isinstance(x, torch.Tensor) and x.numel() <= _LARGEST for x in vals)
-
-
-def _bound(n: fx.Node) -> bool:
-    """Whether it belongs where the program has it: a write, a random number, a collective, for
-    which the other ranks are there once a call."""
-    t = n.target
-    if not isinstance(t, torch._ops.OpOverload):
-        return False
-    if is_collective(n):
-        return True
-    return t._schema.is_mutable or torch.Tag.nondeterministic_seeded in t.tags
 
 
 def _main(gm: fx.GraphModule, ends: list[fx.Node]) -> tuple[fx.GraphModule]:

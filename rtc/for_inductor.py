@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rtc.passes.analysis.effects import is_random
+
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -37,10 +39,16 @@ def spell(gm: fx.GraphModule) -> None:
 
 
 def settings(gm: fx.GraphModule) -> dict[str, Any]:
-    """Attention that is written out over more than four axes is taken for another's pattern."""
+    """Attention that is written out over more than four axes is taken for another's pattern.
+    Random numbers are those that eager draws, not Inductor's own."""
     soft = gm.graph.find_nodes(op="call_function", target=aten._softmax.default)
     many = any(_val(n).dim() > 4 for n in soft if isinstance(_val(n), torch.Tensor))
-    return {"pattern_matcher": False} if many else {}
+    given: dict[str, Any] = {"pattern_matcher": False} if many else {}
+    if any(
+        isinstance(n.target, torch._ops.OpOverload) and is_random(n.target) for n in gm.graph.nodes
+    ):
+        given["fallback_random"] = True
+    return given
 
 
 def _val(x: Any) -> Any:

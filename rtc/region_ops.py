@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
 from rtc.passes.analysis.collectives import is_collective, is_wait
+from rtc.passes.analysis.effects import is_random
 
 aten = torch.ops.aten
 
@@ -30,8 +32,11 @@ def is_view(n: fx.Node) -> bool:
     if n.target is operator.getitem:
         return isinstance(n.args[0], fx.Node) and is_view(n.args[0])
     t = n.target
-    if not isinstance(t, torch._ops.OpOverload) or is_collective(n):
-        return False
+    return isinstance(t, torch._ops.OpOverload) and not is_collective(n) and _views(t)
+
+
+@functools.cache
+def _views(t: torch._ops.OpOverload) -> bool:
     if t is aten._unsafe_view.default:
         return True
     # by schema: an op that was missing from a list would be read after a write in place
@@ -96,7 +101,7 @@ def obstacle(gm: fx.GraphModule) -> str | None:
                 return f"{n.name} is no plain operator"
             if n.target._schema.is_mutable and n.target is not aten.copy_.default:
                 return f"{n.name} writes in place"
-            if torch.Tag.nondeterministic_seeded in n.target.tags:
+            if is_random(n.target):
                 return f"{n.name} draws random numbers, in the order of the program"
         if n.op not in ("placeholder", "get_attr", "call_function", "output"):
             return f"{n.name}: {n.op}"

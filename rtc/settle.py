@@ -19,6 +19,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
+from rtc.passes.analysis.effects import dead_code
+
 _STAYED = 2  # times in a row that the ints went on and the sizes stayed: they have settled
 _PATIENCE = 64  # calls that graphs whose sizes have settled wait for the others
 # Code generation takes as long as some hundred calls op by op, and most graphs of a window that
@@ -98,7 +100,7 @@ class Sizes:
             else:
                 node.replace_all_uses_with(value)
                 self.gm.graph.erase_node(node)
-        self.gm.graph.eliminate_dead_code()
+        dead_code(self.gm.graph)
         self.gm.recompile()
 
     def _number(self, x: Any) -> Any:

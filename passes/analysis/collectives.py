@@ -12,6 +12,8 @@ way: the result is not read, and memory that the collective reads is not written
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -38,8 +40,11 @@ def is_collective(node: fx.Node) -> bool:
     """Whether it issues a collective, or waits for one: torch's own, and ops of any library that
     are told a process group (an argument ``group`` or ``group_name`` that is no number)."""
     t = node.target
-    if node.op != "call_function" or not isinstance(t, torch._ops.OpOverload):
-        return False
+    return node.op == "call_function" and isinstance(t, torch._ops.OpOverload) and _meets_others(t)
+
+
+@functools.cache  # a deep model's graph is asked a million times
+def _meets_others(t: torch._ops.OpOverload) -> bool:
     if _of_c10d(t):
         return True
     if t.namespace in _NAMESPACES_OF_ALL:

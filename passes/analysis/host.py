@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rtc.passes.analysis.collectives import is_collective
+from rtc.passes.analysis.effects import has_effect
 
 aten = torch.ops.aten
 
@@ -73,11 +73,9 @@ def _impure(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return (
-            torch.Tag.nondeterministic_seeded in target.tags
-            or target._schema.is_mutable
+            has_effect(node)  # collectives of constants, too: other ranks have others
             or target is aten.sym_size.int
             or target is aten._local_scalar_dense.default
-            or is_collective(node)  # of constants, too: other ranks have others
         )
     return getattr(target, "__module__", "") not in ("_operator", "operator", "math", "torch")
 

@@ -210,6 +210,12 @@ def _probed(q: fx.Node, maxima: list[_Maximum], x: fx.Node) -> RowQuantizer | st
         p.give(x, "x", e)
         return p
 
+    @functools.cache
+    def of_maxima(floor: float, bare: bool) -> Probe:
+        """Of rows alone, with the maxima of `_maxima`: all candidates for the scale share it."""
+        a = _maxima(x.meta["val"].dtype, floor, bare)
+        return probe(a, a)
+
     _, e = _samples(x.meta["val"].dtype, 1.0)
     for m in maxima:
         if m.operand.meta["val"].numel() == rows * columns and _is_magnitude(m, probe(e, e), e):
@@ -220,7 +226,7 @@ def _probed(q: fx.Node, maxima: list[_Maximum], x: fx.Node) -> RowQuantizer | st
     held = [n for n in _row_values(tops) if n.meta["val"].shape[-1:] == (1,)]
     floors = []
     for scale, inverse in [(n, i) for i in (False, True) for n in held]:
-        floor = _floor(probe, scale, x.meta["val"].dtype, inverse)
+        floor = _floor(of_maxima, scale, x.meta["val"].dtype, inverse)
         if not isinstance(floor, str):
             floors.append((floor == _LEAST, inverse, floor, scale))
         elif not inverse:
@@ -280,15 +286,11 @@ def _scale(found: torch.Tensor, inverse: bool) -> torch.Tensor:
 
 
 def _floor(
-    probe: Callable[[torch.Tensor, torch.Tensor], Probe],
-    scale: fx.Node,
-    dtype: torch.dtype,
-    inverse: bool,
+    probe: Callable[[float, bool], Probe], scale: fx.Node, dtype: torch.dtype, inverse: bool
 ) -> float | str:
     """``floor`` if ``scale`` (or 1 / it) is max(a, floor) / 448 of the maximum a, else why not."""
-    zero = torch.zeros(1, dtype=dtype)
     try:
-        at_zero = _scale(probe(zero, zero)(scale), inverse).item()
+        at_zero = _scale(probe(0.0, True)(scale), inverse).item()
     except Foreign as e:
         return str(e)
     if not 0 <= at_zero < math.inf:
@@ -296,10 +298,8 @@ def _floor(
     if 0 < at_zero < _NORMAL:
         return "scales may be too small for float32"
     floor = at_zero * TOP or _LEAST
-    a, _ = _samples(dtype, floor)
-    if at_zero == 0:
-        a = a[a.double() >= floor]
-    found = probe(a, a)(scale)
+    a = _maxima(dtype, floor, at_zero == 0)
+    found = probe(floor, at_zero == 0)(scale)
     want = a.double().clamp(min=floor) / TOP
     room = _tolerance(found, dtype, 2)
     if not ((_scale(found, inverse) - want).abs() <= room * want).all():
@@ -317,6 +317,15 @@ def _tolerance(found: torch.Tensor, dtype: torch.dtype, ulps: int) -> float:
     if dtype != torch.float32 and torch.equal(found.double(), found.to(dtype).double()):
         eps += torch.finfo(dtype).eps / 2
     return eps
+
+
+@functools.lru_cache(maxsize=64)
+def _maxima(dtype: torch.dtype, floor: float, bare: bool) -> torch.Tensor:
+    """Maxima of rows: one zero, or those of `_samples`; ``bare`` of a floor, those beyond it."""
+    if floor == 0:
+        return torch.zeros(1, dtype=dtype)
+    a, _ = _samples(dtype, floor)
+    return a[a.double() >= floor] if bare else a
 
 
 @functools.lru_cache(maxsize=64)  # every layer asks for the same few

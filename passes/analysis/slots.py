@@ -8,6 +8,7 @@ Anything unknown ends the region, never guesses.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import operator
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from rtc.passes.analysis import movement, scales, shapes
+from rtc.passes.analysis.effects import is_random
 from rtc.passes.analysis.exprs import Exprs, SlotExpr
 from rtc.passes.analysis.fn import (
     LAYOUT,
@@ -126,10 +128,11 @@ POINTWISE_EXTRA = {
 }
 
 
+@functools.cache
 def is_pointwise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if is_random(target) or target._schema.is_mutable:
         return False
     return torch.Tag.pointwise in target.tags or target in POINTWISE_EXTRA
 
