@@ -153,12 +153,14 @@ class Compiler:
             report.ends("tracing")
             return self._compile(functional, inputs, sources, report)
 
+        alone = not self.quiet.large  # else the call goes on as it is
         self.quiet.start()
         try:
             with torch._inductor.config.patch(fallback_random=True):  # unused draws stay
                 compiled, whole = layers.traced(gm, example_inputs, inner, _aot)
         finally:
-            self.quiet.end()
+            if alone:
+                self.quiet.end()
         report.whole = whole
         report.ends("runtime")
         session, first = self.session, True
@@ -235,7 +237,7 @@ class Compiler:
         exchanges.settle([plain, result.traced], new, result.outcomes)
         if parties:
             report.ends("ranks")
-        self.quiet.only_new()  # code is tried out on the device from here on: it needs memory
+        self.quiet.only_new()
         self.on_phase("code generation")
         if not managed:
             fused = any(o.applied for p, _, o in result.outcomes.values() if p.stage == "graph")
@@ -489,27 +491,34 @@ class Uncollected:
     passes, narrow ones, on a CPU), without Dynamo's."""
 
     on = False  # it was, and will be again
+    large = False
     frozen = False
 
-    def start(self) -> None:
+    def start(self, *, large: bool = False) -> None:
+        """``large``: much is to come, so that what is garbage already is collected now."""
         if gc.isenabled():
             self.on = True
+            if large:
+                gc.collect()
+                self.large = True
             gc.disable()
 
     def only_new(self) -> None:
-        """Collect now, and from here on what is made after it."""
-        if self.on:
-            gc.collect()
-            if not gc.get_freeze_count():  # else the program has a use for it
-                gc.freeze()
-                self.frozen = True
-            gc.enable()
-            self.on = False
+        """From here on, collect what is made from here on; of a large model only that, until the
+        end: code is tried out on the device, which needs its memory."""
+        if self.large and not gc.get_freeze_count():  # else the program has a use for it
+            gc.freeze()
+            self.frozen = True
+        self._again()
 
     def end(self) -> None:
         if self.frozen:
             self.frozen = False
             gc.unfreeze()
+        self.large = False
+        self._again()
+
+    def _again(self) -> None:
         if self.on:
             self.on = False
             gc.enable()

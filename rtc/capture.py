@@ -100,7 +100,7 @@ class Caller:
         while True:
             traced = len(self.compiler.graphs)
             if traced == self.compiler.since and self.deep:
-                self.compiler.quiet.start()  # Dynamo will trace
+                self.compiler.quiet.start(large=True)  # Dynamo will trace
             try:
                 with numbers.tracing():
                     out = self._with_numbers(call, args, kwargs)
