@@ -79,7 +79,7 @@ TOO_MANY = (
 )
 
 
-@dataclass(repr=False)  # Dynamo's messages print the backend
+@dataclass(repr=False, eq=False)  # Dynamo's messages print the backend, and it asks which it is
 class Compiler:
     """Compiles graphs for one session; ``graphs`` collects what was done for the report."""
 

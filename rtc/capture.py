@@ -17,6 +17,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+from torch.nn.modules import module as _module
 
 from rtc.backend import GRAPHS, TOO_MANY, Compiler, Specialize
 from rtc.errors import HostSyncError, RtcError, UnsupportedError
@@ -70,6 +71,11 @@ def host_read(error: Exception) -> HostSyncError | None:
         f"step ({linecache.getline(file, at).strip()}). Keep the value as a Python int outside the "
         "tensors (a step counter, say), or select with torch.where on the device."
     )
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The hooks that are called in every module's call, by their numbers."""
+    return (*_module._global_forward_pre_hooks, *_module._global_forward_hooks)
 
 
 class Caller:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 
 from rtc.backend import Compiler
-from rtc.capture import Caller
+from rtc.capture import Caller, global_hooks
 from rtc.errors import UnsupportedError
 from rtc.options import Options
 from rtc.report import Report
@@ -57,6 +58,13 @@ def _compiled_parts(model: Any) -> list[str]:
     ]
 
 
+def _by(backend: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``, without the module that it puts around one: hooks of all modules would be
+    called for that, too."""
+    made = torch.compile(model, backend=backend, fullgraph=True)
+    return made.forward if isinstance(made, OptimizedModule) else made
+
+
 def check_torch() -> None:
     have = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
     if not _MIN <= have < _BELOW:
@@ -77,6 +85,7 @@ _OWN = {
     "_compiler",
     "_call",
     "_caller",
+    "_hooks",
     "_seconds",
 }
 
@@ -90,8 +99,9 @@ class Compiled:
         self._compiler = Compiler(options, self._session, fixed={})
         if on_phase is not None:
             self._compiler.on_phase = on_phase
-        self._call = torch.compile(model, backend=self._compiler, fullgraph=True)
+        self._call = _by(self._compiler, model)
         self._demoted = False
+        self._hooks = global_hooks()
         self._undone: deque[bool] = deque(maxlen=_UNDONE)
         self._caller = Caller(model, self._compiler)
         self._seconds: deque[float] = deque(maxlen=10_000)
@@ -99,6 +109,9 @@ class Compiled:
     @torch._dynamo.disable  # another torch.compile may meet it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, compiler = self._session, self._compiler
+        if self._hooks != global_hooks():
+            self._other_hooks()
+            compiler = self._compiler
         started = compiler.called = time.perf_counter()
         compiler.settling.calls += 1
         session.before_call((args, kwargs))
@@ -127,7 +140,7 @@ class Compiled:
         options = self._options.without_passes()
         plain = replace(self._compiler, options=options, called=None, patient=False)
         self._caller.compiler = plain
-        self._call = torch.compile(self._model, backend=plain, fullgraph=True)
+        self._call = _by(plain, self._model)
 
     def _trace_again(self) -> None:
         """Something is known that was not when the graphs so far were traced: sizes have settled,
@@ -136,7 +149,16 @@ class Compiled:
         patient = self._compiler.patient and not self._compiler.settling.over
         self._compiler = replace(self._compiler, stale=False, since=since, patient=patient)
         self._caller.compiler = self._compiler
-        self._call = torch.compile(self._model, backend=self._compiler, fullgraph=True)
+        self._call = _by(self._compiler, self._model)
+
+    def _other_hooks(self) -> None:
+        """Hooks of all modules come and go, which Dynamo does not look for."""
+        self._hooks = global_hooks()
+        if not self._demoted:
+            self._trace_again()
+        else:
+            self._caller.compiler = plain = replace(self._caller.compiler)
+            self._call = _by(plain, self._model)
 
     def report(self) -> Report:
         """What was decided and done so far, as data (``to_dict()``) and text (``str()``)."""
@@ -234,7 +256,7 @@ def explain(
 
         return stop
 
-    call = torch.compile(model, backend=backend, fullgraph=True)
+    call = _by(backend, model)
     try:
         Caller(model, compiler)(call, args, kwargs)
     except Stop:

@@ -5,6 +5,8 @@ import torch
 
 import rtc
 from rtc.model import PRESETS, build, example_inputs
+from tests.runtime.models import x
+from tests.runtime.test_random_draws import Noisy
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +79,19 @@ def test_switched_off():
     for step in range(5):
         compiled(*inputs(step))
     assert compiled.report().to_dict()["runtime"]["replays"] == 0
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_random_draws_are_eagers(lowering):
+    """Replayed steps go on in the generator's stream, and unused draws count."""
+    models = [Noisy().cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compiled = rtc.compile(models[1], options=rtc.Options(lowering=lowering))
+    found = []
+    for m in (models[0], compiled):
+        torch.manual_seed(7)
+        found.append([m(x(step).cuda(), step).clone() for step in range(20)])
+        found[-1].append(torch.rand(3, device="cuda"))
+    for a, b in zip(*found, strict=True):
+        close(a.detach(), b)
+    assert compiled.report().to_dict()["runtime"]["replays"] > 10
