@@ -86,7 +86,8 @@ class Noisy(torch.nn.Module):
 
     def forward(self, x, *rest):
         _unused = torch.randn_like(x)
-        return self.model(x + 0.1 * torch.randn_like(x), *rest) * torch.rand_like(x)
+        y = self.model(x + 0.1 * torch.randn_like(x), *rest)
+        return y * torch.rand_like(y)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
