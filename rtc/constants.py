@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from rtc.passes.analysis.effects import dead_code, has_effect
+from rtc.passes.analysis.effects import dead_code, has_effect, is_foreign
 from rtc.passes.rewrite import copied
 from rtc.region_ops import is_view
 
@@ -37,7 +37,7 @@ def split(gm: fx.GraphModule, given: Sequence[int]) -> Split | None:
     found: set[fx.Node] = set()  # views among them
     free: set[fx.Node] = set()  # made from nothing: no reason to keep them
     for n in gm.graph.nodes:
-        if n.op != "call_function" or not _small(n) or has_effect(n):
+        if n.op != "call_function" or not _small(n) or _bound(n):
             continue
         if all(a in free for a in n.all_input_nodes):
             free.add(n)
@@ -75,6 +75,11 @@ def _small(n: fx.Node) -> bool:
     if is_view(n):
         return True
     return all(isinstance(x, torch.Tensor) and x.numel() <= _LARGEST for x in vals)
+
+
+def _bound(n: fx.Node) -> bool:
+    """Whether it belongs where the program has it, once a call."""
+    return has_effect(n) or is_foreign(n.target)
 
 
 def _main(gm: fx.GraphModule, ends: list[fx.Node]) -> tuple[fx.GraphModule]:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rtc.passes.analysis.effects import has_effect
+from rtc.passes.analysis.effects import has_effect, is_foreign
 
 aten = torch.ops.aten
 
@@ -74,6 +74,7 @@ def _impure(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return (
             has_effect(node)  # collectives of constants, too: other ranks have others
+            or is_foreign(target)
             or target is aten.sym_size.int
             or target is aten._local_scalar_dense.default
         )

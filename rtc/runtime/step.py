@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from rtc.graphs.step import Staging, StepGraph
+from rtc.passes.analysis.effects import is_foreign
 from rtc.passes.analysis.host import InputInfo, cut
 from rtc.passes.pipeline import Result
 from rtc.runtime.constants import WithConstants
@@ -51,6 +53,12 @@ class Step:
                     f"no CUDA graph: {i.source} lies on the CPU, so a graph would keep the value "
                     "that it was captured with. Hold it on the GPU (a float argument: as a tensor)"
                 )
+        self.blockers += [
+            f"no CUDA graph: {n.target} makes a tensor from nothing, so a graph would keep "
+            "what it gave when it was captured. Pass that tensor to the model"
+            for n in gm.graph.nodes
+            if is_foreign(n.target) and not any(map(_is_tensor, n.all_input_nodes))
+        ][:1]
         self.specs = [(extras[i].shape, extras[i].dtype) for i in self.sent]
 
     def foresee(self, owner: MutableMapping[Any, Any], sent: Mapping[int, torch.Tensor]) -> None:
@@ -107,6 +115,10 @@ def _joined(
         return run(args)
 
     return joined if parts else run
+
+
+def _is_tensor(n: fx.Node) -> bool:
+    return isinstance(n.meta.get("val"), torch.Tensor)
 
 
 def _baked(val: Any, result: Result) -> bool:
