@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rtc.errors import StateError
@@ -62,9 +63,10 @@ class Stamp:
 
     def __init__(self, tensor: torch.Tensor, epoch: int) -> None:
         self.ref = weakref.ref(tensor)  # an id may come back once its tensor is gone
-        # .data = gives it other memory and counts no version
+        # .data = gives it other memory and counts no version; twice, and the address may be what it
+        # was, but not the storage while somebody refers to it
         version = (writes.count(tensor), None) if tensor.is_inference() else tensor._version
-        self.rest = (version, tensor.data_ptr(), epoch)
+        self.rest = (version, tensor.data_ptr(), _memory(tensor), epoch)
 
     def same(self, other: Stamp) -> bool:
         mine = self.ref()
@@ -76,11 +78,13 @@ class Stamps:
 
     def __init__(self, tensors: Sequence[torch.Tensor], epoch: int) -> None:
         self.refs = [weakref.ref(t) for t in tensors]
+        self.memory = [_memory(t) for t in tensors]
         self.rest = self._rest(tensors, epoch)
 
     @staticmethod
     def _rest(tensors: Sequence[torch.Tensor], epoch: int) -> tuple[Any, ...]:
-        return versions(tensors), [t.data_ptr() for t in tensors], epoch
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        return versions(tensors), [t.data_ptr() for t in tensors], storages, epoch
 
     def are_of(self, tensors: Sequence[torch.Tensor], epoch: int) -> bool:
         """Whether these are the tensors, unchanged; writes to inference tensors cannot be seen."""
@@ -90,6 +94,11 @@ class Stamps:
             return False
         now = self._rest(tensors, epoch)
         return now == self.rest and None not in now[0]
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    """No other storage is equal to it, later ones included."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

@@ -1,0 +1,164 @@
+"""What a step depends on besides its arguments: memory that was exchanged, ops of other libraries that
+look at the world, assertions on values."""
+
+# mypy: no-check-untyped-defs, allow-untyped-defs
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rtc
+from tests.runtime.models import SHAPE, Window, close, pair, rope, runtime, same_caches, x
+
+SIDES = {
+    "eager": {"lowering": "eager"},
+    "replayed": {"lowering": "eager", "step_graph": "simulate"},
+    "regions": {"lowering": "eager", "regions": "on"},
+}
+sides = pytest.mark.parametrize("side", SIDES)
+
+
+def options(side):
+    return rtc.Options(warn=False, **SIDES[side])
+
+
+# -- a parameter's memory --------------------------------------------------------------------------
+
+
+class Scaled(Window):
+    """Keys and frames are scaled by a parameter; rtc keeps what follows from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8).double() + 0.5)
+
+    def forward(self, x, step):
+        y = self.attend(x, self.k, self.v, step) * self.scale.exp().sum()
+        pos = torch.arange(SHAPE[2], dtype=x.dtype) + step
+        q = rope(self.v[:, :, -1:], pos[-1:], self.freq)
+        return y + F.scaled_dot_product_attention(
+            q, rope(self.k * self.scale, pos, self.freq), self.v
+        ).sum((1, 2, 3), keepdim=True).squeeze(1)
+
+
+@sides
+def test_other_memory_at_the_same_address(side):
+    """``.data =`` counts no version, and freed memory is the next that is given out."""
+    eager, twin, compiled = pair(Scaled, options(side))
+    memory = np.ones(8)
+    for step in range(12):
+        if step % 3 == 1:
+            for m in (eager, twin):
+                memory[:] = 0.3 + 0.1 * step
+                m.scale.data = torch.from_numpy(memory)  # another storage each time
+        close(eager(x(step), step), compiled(x(step), step))
+    same_caches(eager, twin)
+
+
+# -- ops of other libraries ------------------------------------------------------------------------
+
+WORLD = {"steer": 0.0, "calls": 0}
+
+
+def _look():
+    WORLD["calls"] += 1
+    return WORLD["steer"]
+
+
+@torch.library.custom_op("world::steer", mutates_args=())
+def steer(step: int) -> torch.Tensor:
+    return torch.full((1,), _look(), dtype=torch.float64)
+
+
+@torch.library.custom_op("world::origin", mutates_args=())
+def origin() -> torch.Tensor:
+    return torch.full((1,), _look(), dtype=torch.float64)
+
+
+@torch.library.custom_op("world::merged", mutates_args=())
+def merged(w: torch.Tensor) -> torch.Tensor:
+    return w * (1 + _look())
+
+
+steer.register_fake(lambda step: torch.empty(1, dtype=torch.float64))
+origin.register_fake(lambda: torch.empty(1, dtype=torch.float64))
+merged.register_fake(torch.empty_like)
+
+
+class Steered(Window):
+    kind = ""
+
+    def forward(self, x, step):
+        k, pos = self.k, torch.arange(SHAPE[2], dtype=x.dtype) + step
+        first, rest = torch.zeros(2, dtype=x.dtype), SHAPE[2] - 2
+        if self.kind == "positions":
+            pos = pos + torch.cat([first, origin().expand(rest)])
+        if self.kind == "positions of the step":
+            pos = pos + torch.cat([first, steer(step).expand(rest)])
+        if self.kind == "factor":
+            k = k * (1 + origin())
+        if self.kind == "input":
+            x = x + steer(step)
+        y = self.attend(x, self.k, self.v, step)
+        if self.kind == "weight":
+            y = F.linear(y, merged(self.o.weight[:, :6]))
+        q = rope(self.v[:, :, -1:], pos[-1:], self.freq)
+        out = F.scaled_dot_product_attention(q, rope(k, pos, self.freq), self.v)
+        return y + out.sum((1, 2, 3), keepdim=True).squeeze(1)
+
+
+@sides
+@pytest.mark.parametrize(
+    "kind", ["positions", "positions of the step", "factor", "input", "weight"]
+)
+def test_an_op_that_looks_at_the_world(kind, side):
+    """It is asked once in each call, in its place."""
+    eager, twin, compiled = pair(Steered, options(side))
+    eager.kind = twin.kind = kind
+    for step in range(14):
+        WORLD["steer"] = [0.0, 0.0, 0.5, 2.0, 2.0, 1.0, 0.0][step % 7]
+        close(eager(x(step), step), compiled(x(step), step))
+        WORLD["calls"] = 0
+        again = 14 + step
+        close(eager(x(again), again), compiled(x(again), again))
+        assert WORLD["calls"] == 2
+    same_caches(eager, twin)
+
+
+@pytest.mark.parametrize(("kind", "captured"), [("positions", False), ("weight", True)])
+def test_a_tensor_from_nothing_is_not_captured(kind, captured):
+    """A CUDA graph would keep what the op gave when it was captured."""
+    _, twin, compiled = pair(Steered, options("replayed"))
+    twin.kind = kind
+    for step in range(14):
+        compiled(x(step), step)
+    assert (runtime(compiled)["replays"] > 0) == captured
+    notes = [n for g in compiled.report().to_dict()["graphs"] for n in g["notes"]]
+    assert any("world.origin" in n and "from nothing" in n for n in notes) != captured
+
+
+# -- assertions ------------------------------------------------------------------------------------
+
+
+class Checked(Window):
+    def forward(self, x, kind, step):
+        return self.attend(x + F.one_hot(kind, 6), self.k, self.v, step)
+
+
+@sides
+def test_assertions_on_values_stay(side):
+    eager, twin, compiled = pair(Checked, options(side))
+    for step in range(10):
+        kind = torch.tensor([step % 6, 1, 6 if step == 7 else 2])
+        found = []
+        for m in (eager, compiled):
+            try:
+                found.append(m(x(step), kind, step))
+            except RuntimeError:
+                found.append(None)
+        assert (found[0] is None) == (found[1] is None) == (step == 7)
+        if step != 7:
+            close(*found)
+    same_caches(eager, twin)
