@@ -23,6 +23,7 @@ from rtc.passes import (
     unify_attention,
 )
 from rtc.passes.analysis.collectives import issued, met
+from rtc.passes.analysis.effects import dead_code
 from rtc.passes.analysis.host import InputInfo
 from rtc.passes.base import Context, Outcome, Pass
 from rtc.passes.plan import CachePlan
@@ -78,6 +79,7 @@ def run(
     """
     on_pass("analysis")
     meets = met(gm.graph)
+    dead_code(gm.graph)  # checks on ints, which are guards
     inputs = normalize.run(gm, inputs)
     assert met(gm.graph) == meets
     outcomes: dict[str, tuple[Pass, bool, Outcome]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._higher_order_ops.effects import _get_effect
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rtc.passes.analysis.collectives import is_collective
 
@@ -24,7 +25,17 @@ def has_effect(node: fx.Node) -> bool:
     """Writes, collectives and assertions; a random draw, too: those after it would be others."""
     if node.op in ("placeholder", "output") or is_collective(node):
         return True
+    if node.target is torch.ops.aten._assert_scalar.default:
+        return not _guarded(node.args[0])
     return isinstance(node.target, torch._ops.OpOverload) and _changes(node.target)
+
+
+def _guarded(condition: Any) -> bool:
+    """Whether it follows from ints of the call: Dynamo has put a guard on it."""
+    val = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
+    if isinstance(val, torch.SymBool):
+        return not free_unbacked_symbols(val)
+    return isinstance(val, bool)
 
 
 def is_foreign(target: Any) -> bool:

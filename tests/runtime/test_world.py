@@ -147,6 +147,24 @@ class Checked(Window):
         return self.attend(x + F.one_hot(kind, 6), self.k, self.v, step)
 
 
+class Ended(Window):
+    def forward(self, x, step):
+        torch._check(step < 9, lambda: "the film is over")
+        return self.attend(x, self.k, self.v, step)
+
+
+@sides
+def test_checks_of_ints_are_guards(side):
+    """They are no work of the device: steps are replayed."""
+    eager, twin, compiled = pair(Ended, options(side))
+    for step in range(9):
+        close(eager(x(step), step), compiled(x(step), step))
+    with pytest.raises(Exception, match="film is over"):
+        compiled(x(9), 9)
+    same_caches(eager, twin)
+    assert (runtime(compiled)["replays"] > 0) == (side == "replayed")
+
+
 @sides
 def test_assertions_on_values_stay(side):
     eager, twin, compiled = pair(Checked, options(side))
