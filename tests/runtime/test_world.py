@@ -1,5 +1,5 @@
 """What a step depends on besides its arguments: memory that was exchanged, ops of other libraries that
-look at the world, assertions on values."""
+look at the world, assertions on values, modes inside of the model."""
 
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
@@ -179,4 +179,36 @@ def test_assertions_on_values_stay(side):
         assert (found[0] is None) == (found[1] is None) == (step == 7)
         if step != 7:
             close(*found)
+    same_caches(eager, twin)
+
+
+# -- modes -----------------------------------------------------------------------------------------
+
+
+class Decorated(Window):
+    @torch.inference_mode()
+    def forward(self, x, step):
+        return self.attend(x, self.k, self.v, step)
+
+
+class PartlyInside(Window):
+    def forward(self, x, step):
+        with torch.inference_mode():
+            new = x.sin() * 2
+            self.k[:, :, :1] += 0.01
+        with torch.inference_mode(False):
+            new = new + x
+        return self.attend(new, self.k, self.v, step)
+
+
+@sides
+@pytest.mark.parametrize("model", [Decorated, PartlyInside])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_inference_mode_inside(model, mode, side):
+    """torch.compile fails there."""
+    eager, twin, compiled = pair(model, options(side))
+    for step in range(10):
+        with mode():
+            found = eager(x(step), step), compiled(x(step), step)
+        close(*found)
     same_caches(eager, twin)
