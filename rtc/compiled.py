@@ -59,10 +59,13 @@ def _compiled_parts(model: Any) -> list[str]:
 
 
 def _by(backend: Any, model: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, without the module that it puts around one: hooks of all modules would be
-    called for that, too."""
-    made = torch.compile(model, backend=backend, fullgraph=True)
-    return made.forward if isinstance(made, OptimizedModule) else made
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def _bare(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the module that torch.compile puts around one: hooks of all modules would be called
+    for that, too."""
+    return call.forward if isinstance(call, OptimizedModule) else call
 
 
 def check_torch() -> None:
@@ -118,7 +121,7 @@ class Compiled:
         try:
             with self._compiler.ranks:
                 self._caller.compiler.static = None
-                return self._caller(self._call, args, kwargs)
+                return self._caller(_bare(self._call), args, kwargs)
         finally:
             session.after_call()
             # with other ranks, which may not take that path and would not come to compile, it stays
@@ -258,7 +261,7 @@ def explain(
 
     call = _by(backend, model)
     try:
-        Caller(model, compiler)(call, args, kwargs)
+        Caller(model, compiler)(_bare(call), args, kwargs)
     except Stop:
         pass
     finally:
