@@ -96,9 +96,18 @@ class Stamps:
         return now == self.rest and None not in now[0]
 
 
-def _memory(tensor: torch.Tensor) -> StorageWeakRef:
-    """No other storage is equal to it, later ones included."""
-    return StorageWeakRef(tensor.untyped_storage())
+class _Memory(StorageWeakRef):
+    """A storage, which no other one is equal to, later ones included, and which is not kept."""
+
+    def __deepcopy__(self, memo: Any) -> _Memory:
+        return self  # of a copy, what it holds would be let go of twice
+
+    def __copy__(self) -> _Memory:
+        return self
+
+
+def _memory(tensor: torch.Tensor) -> _Memory:
+    return _Memory(tensor.untyped_storage())
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

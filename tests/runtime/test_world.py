@@ -3,6 +3,9 @@ look at the world, assertions on values, modes inside of the model."""
 
 # mypy: no-check-untyped-defs, allow-untyped-defs
 
+import copy
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rtc
+from rtc.runtime.state import Stamp
 from tests.runtime.models import SHAPE, Window, close, pair, rope, runtime, same_caches, x
 
 SIDES = {
@@ -55,6 +59,22 @@ def test_other_memory_at_the_same_address(side):
                 m.scale.data = torch.from_numpy(memory)  # another storage each time
         close(eager(x(step), step), compiled(x(step), step))
     same_caches(eager, twin)
+
+
+@sides
+def test_copies_let_go_of_memory_once(side):
+    eager, _, compiled = pair(Scaled, options(side))
+    for step in range(4):
+        close(eager(x(step), step), compiled(x(step), step))
+    stamp = Stamp(eager.scale, 0)
+    for other in (copy.deepcopy(stamp), copy.copy(stamp)):
+        assert other.rest[2] is stamp.rest[2]
+    for _ in range(3):  # torch would end the process, sooner or later
+        twin, again = copy.deepcopy((eager, compiled))
+        for step in range(4, 8):
+            close(twin(x(step), step), again(x(step), step))
+        del twin, again
+        gc.collect()
 
 
 # -- ops of other libraries ------------------------------------------------------------------------
