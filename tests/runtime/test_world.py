@@ -62,6 +62,7 @@ def test_other_memory_at_the_same_address(side):
 
 
 @sides
+@torch.no_grad()
 def test_copies_let_go_of_memory_once(side):
     eager, _, compiled = pair(Scaled, options(side))
     for step in range(4):
