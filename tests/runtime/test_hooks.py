@@ -26,8 +26,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("kind", "side"), [*((kind, "replayed") for kind in KINDS), ("of some", "eager")]
+)
 def test_come_and_go(kind, side):
     eager, twin, compiled = pair(options=rtc.Options(warn=False, **SIDES[side]))
     hook = None
