@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from rtc import (
 )  # fmt: skip
 from rtc.errors import OptionsError, UnsupportedError
 from rtc.host_numbers import HostNumbers
-from rtc.inputs import described, guarded_tensors, named, parts, shared_ints
+from rtc.inputs import described, guarded_tensors, named, parts, shared_ints, traced_code
 from rtc.options import Options
 from rtc.passes import pipeline
 from rtc.passes.analysis.fn import LAYOUT
@@ -106,6 +106,7 @@ class Compiler:
     shared: dict[str, int] = field(default_factory=dict)
     moving: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)  # ints of layers that differ, see siblings
+    codes: Collection[Any] = ()  # of the model's own forward
     quiet: Uncollected = field(default_factory=lambda: Uncollected())
 
     def __post_init__(self) -> None:
@@ -164,6 +165,7 @@ class Compiler:
         report.whole = whole
         report.ends("runtime")
         session, first = self.session, True
+        aside = bool(self.codes) and traced_code() not in self.codes
         wrapped = [i for i, x in enumerate(example_inputs) if is_traceable_wrapper_subclass(x)]
         single = [i for i, x in enumerate(example_inputs) if _single(x)]
 
@@ -174,7 +176,7 @@ class Compiler:
                 report.ends("guards")
             self.numbers.also(args[i] for i in single)
             held = [t for i in wrapped for _, t, _ in parts("", args[i])]
-            session.before_graph([*args, *held] if held else args)
+            session.before_graph([*args, *held] if held else args, aside)
             try:
                 return compiled(*args)
             finally:

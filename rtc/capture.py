@@ -90,6 +90,7 @@ class Caller:
         forward = model.forward if module else model  # type: ignore[attr-defined]
         functions = (forward, inspect.unwrap(forward))
         self.codes = {f.__code__ for f in functions if hasattr(f, "__code__")}
+        compiler.codes = self.codes
 
     def __call__(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,14 @@ def shared_ints() -> dict[str, int]:
         if type(value) is int:
             found[name] = value
     return found
+
+
+def traced_code() -> types.CodeType | None:
+    """Of the function whose trace is at hand."""
+    context = TracingContext.try_get()
+    if context is None or context.global_context is None:
+        return None
+    return InstructionTranslator.current_tx().output.root_tx.f_code
 
 
 def guarded_tensors() -> list[torch.Tensor]:

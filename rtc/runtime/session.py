@@ -126,12 +126,15 @@ class Session:
         if self._values:
             self._hide(t for t in values if id(t) in OWNERS)
 
-    def before_graph(self, args: Sequence[Any]) -> None:
-        """Notice outside writes: here, since AOT's wrapper counts versions up on its own later."""
+    def before_graph(self, args: Sequence[Any], aside: bool = False) -> None:
+        """Notice outside writes: here, since AOT's wrapper counts versions up on its own later.
+
+        ``aside``: the graph is not the model's, which is still to come (a hook of the model)."""
         found = keepers(args)
         for st in found:
             self.uses(st)
-        self._idle(found)
+        if found or not aside:
+            self._idle(found)
         for st in found:
             st.check_versions()
 

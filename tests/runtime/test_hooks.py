@@ -69,3 +69,16 @@ def test_of_a_model_without_cache_passes():
         hook.remove()
     close(eager(x(3), 3), compiled(x(3), 3))
     same_caches(eager, twin)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_of_the_model_itself(side):
+    """torch runs them beside the model's graph, while its caches wait to be used."""
+    eager, twin, compiled = pair(options=rtc.Options(warn=False, **SIDES[side]))
+    for m in (eager, twin):
+        m.register_forward_pre_hook(lambda m, args: (args[0] + 1, *args[1:]))
+        m.register_forward_hook(lambda m, args, out: out * 2 + args[0].sum() + m.k.sum())
+    for step in range(16):
+        close(eager(x(step), step), compiled(x(step), step))
+    same_caches(eager, twin)
+    assert graphs(compiled) <= 5

@@ -185,8 +185,19 @@ def test_checks_of_ints_are_guards(side):
     assert (runtime(compiled)["replays"] > 0) == (side == "replayed")
 
 
+def torch_keeps_assertions():
+    """2.11 does not."""
+    try:
+        torch.compile(lambda kind: F.one_hot(kind, 6), backend="aot_eager")(torch.tensor([6]))
+    except RuntimeError:
+        return True
+    return False
+
+
 @sides
 def test_assertions_on_values_stay(side):
+    if not torch_keeps_assertions():
+        pytest.skip("torch.compile leaves them out itself")
     eager, twin, compiled = pair(Checked, options(side))
     for step in range(10):
         kind = torch.tensor([step % 6, 1, 6 if step == 7 else 2])
