@@ -65,6 +65,7 @@ class Fn:
     dtype: torch.dtype
     key: Any
     node: fx.Node | None = None
+    size: int = 1  # of the whole, written out as a tree, as keys are
 
     @property
     def children(self) -> list[Fn]:
@@ -220,7 +221,8 @@ def op_fn(
             args = (child, off)
     kw = tuple(sorted(kwargs.items()))
     key = (kind, str(target), _key(args), _key(kw), off_slots(shape, dims), tuple(dims))
-    return Fn(kind, target, tuple(args), kw, tuple(shape), tuple(dims), dtype, key, node)
+    size = 1 + sum(a.size for a in _flat(args) if isinstance(a, Fn))
+    return Fn(kind, target, tuple(args), kw, tuple(shape), tuple(dims), dtype, key, node, size)
 
 
 def _key(a: Any) -> Any:

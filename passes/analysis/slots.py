@@ -128,6 +128,10 @@ POINTWISE_EXTRA = {
 }
 
 
+# Of a slot's function, written out as a tree: residual blocks double it, one after the other.
+_LARGEST = 20_000
+
+
 @functools.cache
 def is_pointwise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
@@ -314,6 +318,8 @@ class LocalAnalysis:
         args = conv(node.args)
         kwargs = {k: conv(v) for k, v in node.kwargs.items()}
         fn = op_fn("op", node.target, args, kwargs, shape, dims, dtype, node)
+        if fn.size > _LARGEST:
+            raise NotLocal("too much is computed from one slot to be followed")
         return SlotVal(tuple(dims), expr, fn)
 
     def items(self, node: fx.Node, dims: Sequence[int], expr: SlotExpr) -> list[SlotVal]:
