@@ -10,7 +10,7 @@ from torch import fx
 
 from rtc.kernels.pre_attention_graph import IN_PLACE
 from rtc.passes.analysis.collectives import is_collective, is_wait
-from rtc.passes.analysis.effects import is_random
+from rtc.passes.analysis.effects import is_foreign, is_random
 
 aten = torch.ops.aten
 
@@ -103,6 +103,8 @@ def obstacle(gm: fx.GraphModule) -> str | None:
                 return f"{n.name} writes in place"
             if is_random(n.target):
                 return f"{n.name} draws random numbers, in the order of the program"
+            if is_foreign(n.target) and not any(map(_is_tensor, n.all_input_nodes)):
+                return f"{n.name} makes a tensor from nothing, in the order of the program"
         if n.op not in ("placeholder", "get_attr", "call_function", "output"):
             return f"{n.name}: {n.op}"
         if n.op == "placeholder" and not n.users:

@@ -159,6 +159,26 @@ def test_a_tensor_from_nothing_is_not_captured(kind, captured):
     assert any("world.origin" in n and "from nothing" in n for n in notes) != captured
 
 
+class Late(Window):
+    def forward(self, x, step):
+        y = self.attend(x, self.k, self.v, step)
+        return y * merged(y.sum()) + origin()
+
+
+@sides
+def test_such_ops_keep_their_order(side, monkeypatch):
+    """Each look at the world changes it."""
+    eager, twin, compiled = pair(Late, options(side))
+    ticks = iter(range(10_000))
+    monkeypatch.setitem(globals(), "_look", lambda: float(next(ticks)))
+    found = []
+    for m in (eager, compiled):
+        ticks = iter(range(10_000))
+        found.append([m(x(step), step) for step in range(8)])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
 # -- assertions ------------------------------------------------------------------------------------
 
 
