@@ -36,6 +36,7 @@ def compile(
     is compiled already.
     """
     check_torch()
+    _check_own_compile(model)
     inside = _compiled_parts(model)
     if inside:
         raise UnsupportedError(
@@ -43,6 +44,15 @@ def compile(
         )
     made = CompiledModule if isinstance(model, torch.nn.Module) else Compiled
     return made(model, options or Options(), on_phase)
+
+
+def _check_own_compile(model: Any) -> None:
+    """``model.compile()`` puts another compiler in front of the model's calls."""
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}.compile() was called: its calls would go to another compiler "
+            "while caches lie in ring order. Give rtc.compile a model that was not compiled"
+        )
 
 
 def _compiled_parts(model: Any) -> list[str]:
@@ -112,6 +122,7 @@ class Compiled:
     @torch._dynamo.disable  # another torch.compile may meet it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, compiler = self._session, self._compiler
+        _check_own_compile(self._model)
         if self._hooks != global_hooks():
             self._other_hooks()
             compiler = self._compiler

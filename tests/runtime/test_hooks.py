@@ -57,6 +57,21 @@ def test_one_that_stays_costs_no_traces():
         hook.remove()
 
 
+def test_a_model_that_is_compiled_otherwise_is_refused():
+    """Its calls would go to the other compiler, caches in ring order."""
+    eager, twin, compiled = pair()
+    for step in range(4):
+        close(eager(x(step), step), compiled(x(step), step))
+    twin.compile(backend="eager")
+    with pytest.raises(rtc.UnsupportedError, match=r"Window.compile\(\) was called"):
+        compiled(x(4), 4)
+    same_caches(eager, twin)
+    with pytest.raises(rtc.UnsupportedError, match=r"Window.compile\(\) was called"):
+        rtc.compile(twin)
+    twin._compiled_call_impl = None
+    close(eager(x(4), 4), compiled(x(4), 4))
+
+
 def test_of_a_model_without_cache_passes():
     eager, twin, compiled = pair()
     close(eager(x(0), 0), compiled(x(0), 0))
